@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-deep test-all docs wheel bench bench-layers bench-models bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
+.PHONY: help train check test test-deep test-all docs wheel bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -31,6 +31,7 @@ help:
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-layers    expert blocks of published models compared with transformers and the limits; in build/model_layers/'
 	@echo 'make bench-models    whole models of real sizes compared with transformers and llama.cpp; in build/whole_models/'
+	@echo 'make bench-finetune  steps of fine-tuning: all weights, LoRA on attention and on experts, over 16 and 4 bits; in build/finetune/'
 	@echo 'make bench-runtime   many clients, one expert: requests per second compared with hivemind; results in build/runtime_load/'
 	@echo 'make bench-parallel  many calls at once, forward and backward, compared with a loop and plain autograd; in build/parallel_backward/'
 	@echo 'make bench-pipeline  pipeline schedules compared with torchgpipe, torch and the simulated ideal; in build/pipeline_schedules/'
@@ -88,6 +89,9 @@ bench-layers: $(PACKAGES) $(INSTALLED)
 # llama.cpp comes from an npm package; where that cannot be had, its rows are left out.
 bench-models: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m benchmarks.whole_models $(ARGS)
+
+bench-finetune: $(PACKAGES) $(INSTALLED)
+	$(RUN) -m benchmarks.finetune $(ARGS)
 
 # hivemind lives in an environment of its own, with the same torch.
 HIVEMIND := build/hivemind

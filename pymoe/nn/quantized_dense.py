@@ -137,6 +137,11 @@ class QuantizedDenseLinear(QuantizedLinear):
         return self.output_features
 
     @property
+    def qweight(self) -> Tensor:
+        """``packed``, under the name by which PEFT asks packed layers for their device."""
+        return self.packed
+
+    @property
     def weight(self) -> NoReturn:  # type: ignore[override]
         """Refuse: no tensor holds the weights. The error is an AttributeError, so that ``hasattr`` returns False."""
         raise AttributeError(_NO_WEIGHT)

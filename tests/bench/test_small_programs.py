@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import model_memory, perplexity
+from benchmarks import finetune, model_memory, perplexity
 
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("gate_topk", "dispatch", "grouped_linear", "expert_activation", "combine", "router_losses")
@@ -66,6 +66,17 @@ def test_every_way_to_load_is_measured(tmp_path):
     assert [one["way"] for one in found["ways"]] == list(model_memory.ORDER)
     assert all(one["load"] > 0 and one["packed"] > 0 for one in found["ways"])
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.slow
+def test_every_way_to_train_experts_adapters_is_measured(tmp_path):
+    sizes = ["--models", "qwen3", "--trainings", "experts", "--shrink", "16", "--tokens", "16", "--rank", "2"]
+    found = run("finetune", tmp_path, *sizes, "--steps", "2", "--rounds", "1", "--threads", "1")
+    ways = {tuple(one["way"]) for one in found["steps"]}
+    assert ways == {way for way in finetune.WAYS if way.training == "experts"}
+    assert all(min(one["processor"]) > 0 and len(one["seconds"]) == 2 and one["peak"] > 0 for one in found["steps"])
+    last = [one["losses"][-1] for one in found["steps"] if one["way"][1] == "bf16"]
+    assert max(last) - min(last) < 0.05
 
 
 @pytest.mark.slow

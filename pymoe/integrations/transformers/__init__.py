@@ -12,7 +12,7 @@ and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgrap
 this raises :class:`ImportError` if transformers is missing or older.
 """
 
-from pymoe.integrations.transformers import outside, quantized, quantizer, replayed, sharded
+from pymoe.integrations.transformers import outside, peft_layers, quantized, quantizer, replayed, sharded
 from pymoe.integrations.transformers.biases import add_expert_biases
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.configuration import PymoeConfig
@@ -41,5 +41,6 @@ register(experts_forward)
 quantized.register()
 outside.register()
 quantizer.register()
+peft_layers.register()
 replayed.register()
 sharded.register()

@@ -6,18 +6,20 @@ through strides. Without gradients, and with one of pymoe's activations, one nat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from pymoe import ops
 from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
+from pymoe.integrations.transformers.adapters import LowRank, Product, adapted, networks_of, take
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
-from pymoe.nn.apply_experts import Activation, apply_networks, grouped_networks
+from pymoe.nn.apply_experts import Activation, apply_networks
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -43,12 +45,15 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     flags = interface.flags(experts)
     name = "gate_up_proj" if flags.gated else "up_proj"
     w_in, w_out = getattr(experts, name), experts.down_proj
+    adapters = take(experts)
     operands = (hidden_states, top_k_index, top_k_weights, w_in, w_out, activation_of(experts))
     options: dict[str, Any] = {
         "b_in": getattr(experts, f"{name}_bias") if flags.biased else None,
         "b_out": experts.down_proj_bias if flags.biased else None,
         "post_norm": experts.post_expert_norm if flags.normed else None,
         "foreign_experts": flags.expert_parallel,
+        "adapters_in": adapters.get(name, []),
+        "adapters_out": adapters.get("down_proj", []),
     }
     if isinstance(w_in, QuantizedLinear):
         return run_quantized_experts(*operands, **options)
@@ -70,6 +75,8 @@ def run_experts(
     post_norm: Callable[[Tensor], Tensor] | None = None,
     foreign_experts: bool = False,
     transposed: bool = False,
+    adapters_in: Sequence[LowRank] = (),
+    adapters_out: Sequence[LowRank] = (),
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` on operands in transformers' layouts and dtypes.
 
@@ -85,6 +92,8 @@ def run_experts(
         post_norm: a function from (S, H) to (S, H), applied to the experts' outputs before they are weighted.
         foreign_experts: ``index`` may hold numbers from E on, which add nothing.
         transposed: the weights are (E, H, N) and (E, F, H) instead.
+        adapters_in: adapters of the first product.
+        adapters_out: adapters of the second product.
 
     Returns:
         (T, H), the dtype of ``x``.
@@ -95,7 +104,7 @@ def run_experts(
     b_out = None if b_out is None else b_out.to(w_in.dtype)
     operand = as_operand(x, w_in)
     activation = followed_by_cast(activation, operand.dtype)
-    if post_norm is None:
+    if post_norm is None and not adapters_in and not adapters_out:
         y = apply_experts(
             *(operand, index, weights, w_in, w_out),
             b_in=b_in,
@@ -104,13 +113,14 @@ def run_experts(
             foreign_experts=foreign_experts,
         )
     else:
-        networks = grouped_networks(w_in, w_out, b_in, b_out, activation, whole=not foreign_experts)
-
-        def with_norm(rows: Tensor, offsets: Tensor) -> Tensor:
-            return post_norm(networks(rows, offsets))
-
-        y = apply_networks(operand, index, weights, w_in.shape[0], with_norm, foreign_experts=foreign_experts)
+        first, second = adapted(_product(w_in), adapters_in), adapted(_product(w_out), adapters_out)
+        networks = networks_of(first, second, b_in, b_out, activation, post_norm)
+        y = apply_networks(operand, index, weights, w_in.shape[0], networks, foreign_experts=foreign_experts)
     return y.to(x.dtype)
+
+
+def _product(weight: Tensor) -> Product:
+    return lambda rows, offsets, bias: ops.grouped_linear(rows, weight, offsets, bias)
 
 
 def as_operand(rows: Tensor, weight: Tensor) -> Tensor:

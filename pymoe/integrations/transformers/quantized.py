@@ -5,7 +5,7 @@ The experts module stays; a :class:`pymoe.nn.QuantizedLinear` replaces each of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from pymoe._common.dtypes import cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import followed_by_cast
+from pymoe.integrations.transformers.adapters import LowRank, adapted, networks_of
 from pymoe.nn import QuantizedLinear, apply_experts
-from pymoe.nn.apply_experts import Activation, activate, apply_networks
+from pymoe.nn.apply_experts import Activation, apply_networks
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import handlers
 
@@ -67,6 +68,8 @@ def run_quantized_experts(
     b_out: Tensor | None,
     post_norm: Callable[[Tensor], Tensor] | None,
     foreign_experts: bool,
+    adapters_in: Sequence[LowRank],
+    adapters_out: Sequence[LowRank],
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
@@ -77,7 +80,8 @@ def run_quantized_experts(
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
     activation = followed_by_cast(activation, operand.dtype)
-    if post_norm is None and all(is_called_plainly(layer, QuantizedLinear) for layer in (w_in, w_out)):
+    adapters = bool(adapters_in or adapters_out)
+    if post_norm is None and not adapters and all(is_called_plainly(layer, QuantizedLinear) for layer in (w_in, w_out)):
         y = apply_experts(
             *(operand, index, weights, w_in.weight, w_out.weight),
             b_in=b_in,
@@ -86,10 +90,7 @@ def run_quantized_experts(
             foreign_experts=foreign_experts,
         )
     else:
-
-        def networks(rows: Tensor, offsets: Tensor) -> Tensor:
-            rows = w_out(activate(w_in(rows, offsets, b_in), activation), offsets, b_out)
-            return rows if post_norm is None else post_norm(rows)
-
+        first, second = adapted(w_in, adapters_in), adapted(w_out, adapters_out)
+        networks = networks_of(first, second, b_in, b_out, activation, post_norm)
         y = apply_networks(operand, index, weights, w_in.num_experts, networks, foreign_experts=foreign_experts)
     return y.to(x.dtype)

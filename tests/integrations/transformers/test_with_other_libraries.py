@@ -196,24 +196,6 @@ def test_adapters_are_merged_before_what_they_adapt_is_quantised():
     assert float((outputs(merged) - expected).norm() / expected.norm()) < 0.05
 
 
-def test_peft_says_that_it_finds_no_experts_to_adapt_once_they_are_quantised(tmp_path):
-    """The tutorial says so: an adapter of attention and experts is loaded without its part for the experts."""
-    both = adapted(build(), **ATTENTION, **EXPERTS)
-    both.save_pretrained(tmp_path)
-    peft = pytest.importorskip("peft")
-    model = build()
-    quantize_experts(model, 8)
-    with pytest.warns(RuntimeWarning, match=r"target_parameters.*no parameter was matched"):
-        peft.PeftModel.from_pretrained(model, tmp_path)
-    model = build()
-    quantize_experts(model, 8)
-    with pytest.raises(ValueError, match="target_parameters"):
-        adapted(model, **EXPERTS)
-    quantize_linears(model, 8)
-    with pytest.raises(ValueError, match=r"QuantizedDenseLinear.* is not supported"):
-        adapted(model, **ATTENTION)
-
-
 # Devices.
 
 

@@ -1,0 +1,229 @@
+"""LoRA of PEFT on models that run on pymoe. Only this file has private names of PEFT; they are those of PEFT 0.21.
+
+PEFT adapts a parameter (``target_parameters``) by a wrapper around its module. During a call it puts the weights plus
+``B @ A`` of all experts in the parameter's place. Around experts that run on pymoe it now lends A and B to them
+instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its parameters, and so the files of
+adapters, stay PEFT's. What is not such an experts module is computed as PEFT does it.
+
+In a model with quantised weights PEFT finds the experts' weights by stand-ins without memory, and dense layers get a
+wrapper that is derived from PEFT's own.
+
+pymoe does not import PEFT. Its classes are changed when the program imports them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.adapters import LowRank, lend
+from pymoe.integrations.transformers.switch import OnPymoe
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
+
+MODULE = "peft.tuners.lora.model"
+"""The module that is changed, once it has been imported with all that it imports."""
+
+USED = {
+    "ParamWrapper": ("_activate_lora", "get_param", "get_delta_factors", "get_base_layer"),
+    "LoraModel": ("_inject_parameters", "_create_new_module", "_check_merge_allowed"),
+}
+"""Methods that are replaced or called."""
+
+
+def register() -> None:
+    """Change PEFT's classes, now or when PEFT is imported. Further calls change nothing."""
+    if module := sys.modules.get(MODULE):
+        change(module)
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds PEFT's module as the other finders do, and has it changed after it is executed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != MODULE:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def change(module: Any) -> None:
+    """Change the classes of PEFT's module; of a version without the names that are needed, warn and change nothing."""
+    lacking = [
+        f"{kind}.{name}"
+        for kind, names in USED.items()
+        for name in names
+        if not hasattr(getattr(module, kind, None), name)
+    ]
+    if lacking:
+        warnings.warn(
+            f"pymoe.integrations.transformers: PEFT has no {lacking[0]}, so LoRA on experts takes a copy of their "
+            f"weights, and quantised layers cannot be adapted; PEFT 0.21 is known to work",
+            stacklevel=2,
+        )
+        return
+    if getattr(module.LoraModel, "_changed_by_pymoe", False):
+        return
+    module.LoraModel._changed_by_pymoe = True
+    _change_wrapper(module.ParamWrapper)
+    _change_model(module.LoraModel, _dense_layer(module))
+
+
+# Experts.
+
+
+def _change_wrapper(kind: Any) -> None:
+    activate, get_param = kind._activate_lora, kind.get_param
+
+    @contextmanager
+    def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        active = [name for name in active_adapters if name in self.lora_A]
+        experts = self.get_base_layer()
+        packed = isinstance(getattr(experts, self.parameter_name), QuantizedLinear)
+        if active and (packed or _is_by_rows(experts, self.parameter_name)):
+            with lend(experts, self.parameter_name, [_low_rank(self, experts, name) for name in active]):
+                yield
+        else:
+            with activate(self, active_adapters):
+                yield
+
+    def _get_param(self: Any) -> Any:
+        param = get_param(self)
+        if isinstance(param, QuantizedLinear):
+            transposed = interface.flags(self.get_base_layer()).transposed
+            return _stand_in(param, transposed, next(self.lora_A.parameters()).dtype)
+        return param
+
+    kind._activate_lora = functools.wraps(activate)(_activate_lora)
+    kind.get_param = functools.wraps(get_param)(_get_param)
+
+
+def _is_by_rows(experts: Any, name: str) -> bool:
+    """Return whether ``experts`` run on pymoe and take adapters of the parameter ``name``; warn if only the first."""
+    if interface.is_behind(experts):
+        on_pymoe = interface.implementation(experts.config) == interface.NAME
+        by_rows = on_pymoe and name in stacked_names(experts)
+    else:
+        on_pymoe, by_rows = isinstance(experts, OnPymoe), False
+    if on_pymoe and not by_rows:
+        _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # as it is called during PEFT's way
+    return by_rows
+
+
+@functools.cache
+def _warn_once(kind: str) -> None:
+    warnings.warn(
+        f"pymoe: adapters of {kind} are computed as PEFT does it, by a copy of the adapted parameter in every call; "
+        f"pymoe computes those of stacked weights behind transformers' interface for experts by rows",
+        stacklevel=2,
+    )
+
+
+def _low_rank(wrapper: Any, experts: Any, adapter: str) -> LowRank:
+    left, right, scaling = wrapper.get_delta_factors(adapter)  # their product is added to what the parameter holds
+    if interface.flags(experts).transposed:
+        return LowRank(left.transpose(1, 2), right.transpose(1, 2), scaling)
+    return LowRank(right, left, scaling)
+
+
+def stacked_names(experts: Any) -> tuple[str, str]:
+    """Return the names of the two stacked weights of a module behind transformers' interface."""
+    return "gate_up_proj" if interface.flags(experts).gated else "up_proj", "down_proj"
+
+
+def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> Tensor:
+    """Return a tensor without memory that has the shape and the place of the weight that a layer holds packed."""
+    sizes = (layer.output_features, layer.input_features)
+    shape = (layer.num_experts, *(sizes[::-1] if transposed else sizes))
+    return torch.zeros((), dtype=dtype, device=layer.packed.device).expand(shape)
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Let PEFT find the weights of quantised experts among the parameters, in the order of those that are not."""
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    places: list[tuple[dict[str, Any], str]] = []
+    for experts in model.modules():
+        if not interface.is_behind(experts):
+            continue
+        own, transposed = experts._parameters, interface.flags(experts).transposed
+        for name in stacked_names(experts):
+            layer = experts._modules.get(name)
+            if not isinstance(layer, QuantizedLinear):
+                continue
+            own[name] = nn.Parameter(_stand_in(layer, transposed, dtype), requires_grad=False)
+            places.append((own, name))
+            if (bias := f"{name}_bias") in own:
+                own[bias] = own.pop(bias)  # after its weight
+    try:
+        yield
+    finally:
+        for parameters, name in places:
+            del parameters[name]
+
+
+# Models, and dense layers.
+
+
+def _change_model(kind: Any, dense_layer: Any) -> None:
+    inject, create, check_merge = kind._inject_parameters, kind._create_new_module, kind._check_merge_allowed
+
+    def _inject_parameters(self: Any, peft_config: Any, model: nn.Module, *others: Any, **named: Any) -> Any:
+        with _stand_ins(model):
+            return inject(self, peft_config, model, *others, **named)
+
+    def _create_new_module(lora_config: Any, adapter_name: str, target: Any, **named: Any) -> Any:
+        base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        if isinstance(base, QuantizedDenseLinear):
+            return dense_layer(target, adapter_name, config=lora_config, **named)
+        return create(lora_config, adapter_name, target, **named)
+
+    def _check_merge_allowed(self: Any) -> None:
+        for name, module in self.model.named_modules():
+            layer = module.get_base_layer() if hasattr(module, "get_base_layer") else None
+            layer = getattr(layer, getattr(module, "parameter_name", ""), layer)
+            if isinstance(layer, QuantizedLinear):
+                raise ValueError(
+                    f"merge_adapter: expected weights that are not quantised, got {name!r} in {layer.bits} bits; "
+                    f"keep the adapter next to them, or merge it into the whole model and quantise the result"
+                )
+        check_merge(self)
+
+    kind._inject_parameters = functools.wraps(inject)(_inject_parameters)
+    kind._create_new_module = staticmethod(functools.wraps(create)(_create_new_module))
+    kind._check_merge_allowed = functools.wraps(check_merge)(_check_merge_allowed)
+
+
+def _dense_layer(module: Any) -> Any:
+    """Return the class of PEFT's wrapper for a quantised dense layer: ``lora.Linear`` without what reads weights."""
+
+    class LoraQuantizedDenseLinear(sys.modules[f"{module.__package__}.layer"].Linear):  # type: ignore[misc]
+        @property
+        def lora_variants(self) -> dict[tuple[str, ...], None]:
+            return {(): None}  # DoRA and others read the weight
+
+        def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+            return module.in_features, module.out_features  # PEFT warns of layers that it does not know
+
+    return LoraQuantizedDenseLinear
