@@ -86,7 +86,7 @@ void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* s
 // Steps around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
 // that keep the contract; after it, zeros for rows and gradients without an expert's rows. The product is in bf16 and
 // contiguous at a 16-byte boundary, its rows are multiples of 16 bytes, and the workspace holds the plan. There is no
-// bias, because adding it to a rounded product would round twice.
+// bias: layers leave it to the operator after the product.
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);

@@ -52,7 +52,9 @@ def apply_experts(
     tokens, as in generating text, where the calls from Python are a large part of the cost. The operators run one after
     the other with gradients on a GPU, inside transforms of :mod:`torch.func`, under hooks of saved tensors
     (checkpoints), in compiled code with gradients, and with a function as the activation.
-    Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own.
+    Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own. In bfloat16 on GPUs
+    of compute capability 9.0 and 10.0, where torch makes the products, the biases are added in float32 to products
+    that are already rounded; everywhere else each product is rounded once, with its bias.
 
     Args:
         x: (T, H), any floating dtype.
