@@ -242,13 +242,15 @@ def test_a_second_gpu_is_refused_to_deep_gemm(monkeypatch, machine):
     assert len(module.calls) == 2
 
 
-def test_rows_that_are_not_aligned_are_copied(monkeypatch, machine):
-    installed(monkeypatch, "quack")
-    arguments = of()
-    x = torch.ones(ROWS * 16 + 1).bfloat16()[1:].view(ROWS, 16)
-    assert x.data_ptr() % 16
-    y = ops.grouped_linear(**{**arguments, "x": x})
-    assert torch.equal(y, reference.grouped_linear(**{**arguments, "x": x}))
+@pytest.mark.parametrize("package", ["deep_gemm", "quack"])
+@pytest.mark.parametrize(
+    "x", [torch.ones(ROWS * 16 + 1).bfloat16()[1:].view(ROWS, 16), torch.ones(ROWS, 24).bfloat16()[:, 8:]]
+)
+def test_rows_that_are_not_aligned_or_contiguous_are_copied(monkeypatch, machine, package, x):
+    installed(monkeypatch, package)
+    assert x.data_ptr() % 16 or not x.is_contiguous()
+    arguments = {**of(), "x": x}
+    assert torch.equal(ops.grouped_linear(**arguments), reference.grouped_linear(**arguments))
 
 
 @pytest.mark.parametrize(
