@@ -101,7 +101,7 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: the model has no such layers, or some whose choice cannot be seen.
-        RuntimeError: at the end of the block: it saw no forward of the model, or not all of one, as for code that was
+        RuntimeError: at the end of the block: it saw no forward, or one that called no layer, as of code that was
             compiled before; within it: code is compiled, or a layer runs twice in a forward or outside of any.
     """
     check_model("record_routing", model)
@@ -139,8 +139,8 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
     the tokens that were generated after it, are joined along each sequence, for one forward over all of them.
 
     The model must be given the same ids as the recorded forwards, padding included: so sequences of several lengths are
-    generated and replayed in one batch, padded alike. Ids are compared, and must be equal. Models that are given
-    embeddings are only compared in the number of tokens.
+    generated and replayed in one batch, padded alike. Ids are compared, and must be equal. Of models that are given
+    embeddings, only the shape of the tokens is compared.
 
     Args:
         model: the model that was recorded, or one with the same layers.
@@ -195,14 +195,12 @@ class _Replay:
         if self.begun:
             raise RuntimeError("replay_routing: expected one forward of the model in the block, got another")
         self.begun, self.grad = True, torch.is_grad_enabled()
-        if self.ids is None or ids is None:
-            return
-        if self.ids.shape != ids.shape:
+        if None not in (self.shape, shape) and self.shape != shape:
             raise ValueError(
-                f"replay_routing: expected ids of the recorded shape {tuple(self.ids.shape)}, got {tuple(ids.shape)}; "
-                "the last token that was generated has no routes, because the model was not given it"
+                f"replay_routing: expected tokens of the recorded shape {self.shape}, got {shape}; the last token that "
+                "was generated has no routes, because the model was not given it"
             )
-        if not torch.equal(self.ids, ids.to(self.ids.device)):
+        if self.ids is not None and ids is not None and not torch.equal(self.ids, ids.to(self.ids.device)):
             raise ValueError("replay_routing: expected the ids that were recorded, padding included, got others")
 
     def use(self, watched: _Watched, name: str, experts_TK: Tensor) -> None:

@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused():
             other(given)
 
     for given, words in (
-        (ids_of(10), r"expected ids of the recorded shape \(2, 9\), got \(2, 10\)"),
+        (ids_of(10), r"expected tokens of the recorded shape \(2, 9\), got \(2, 10\)"),
         (ids.flip(1), "expected the ids that were recorded, padding included"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -175,8 +175,9 @@ def test_what_does_not_fit_is_refused():
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(0))
     with record_routing(floating) as of_rows:
         floating(x)
-    with pytest.raises(ValueError, match="expected 5 tokens with 2 choices in 0, as recorded, got 4 tokens with 2"):
-        replayed(floating, x[:4], of_rows)
+    for given in (x[:4], x[:, None]):
+        with pytest.raises(ValueError, match=r"expected tokens of the recorded shape \(5,\), got \((4,|5, 1)\)"):
+            replayed(floating, given, of_rows)
     floating[0].top_k = 3
     with pytest.raises(ValueError, match="expected 5 tokens with 2 choices in 0, as recorded, got 5 tokens with 3"):
         replayed(floating, x, of_rows)

@@ -158,7 +158,7 @@ def test_beams_that_change_places_are_refused():
     model = build("mixtral")
     with record_routing(model) as routes:
         ids = model.generate(tokens(6)[:1], max_new_tokens=8, num_beams=4, do_sample=False, pad_token_id=0)
-    with pytest.raises(ValueError, match="expected ids of the recorded shape"), replay_routing(model, routes):
+    with pytest.raises(ValueError, match="expected tokens of the recorded shape"), replay_routing(model, routes):
         model(input_ids=ids[:, :-1])
 
 
