@@ -14,6 +14,7 @@ from failures import WRONG, told
 from rank_setup import full, groups, mesh_of, same_bits
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
@@ -264,6 +265,31 @@ def trained(rank, world, name, shape, kind):
         max((full(one) - parameters[own]).abs().max().item() for own, one in spread.named_parameters()),
         sum(one.numel() for one in parameters.values() if one.grad is not None and one.grad.abs().max() > 0),
     ]
+
+
+def whole_model(rank, world, name):
+    """Return the largest relative difference of outputs and of gradients of experts from one process, on two ranks."""
+    group = groups()[2]
+    if rank >= 2:
+        return None
+    dtype = torch.float32 if name == "inkling2" else torch.float64  # transformers computes its router in float32 alone
+    whole, spread = tiny(name, dtype).eval(), ep.shard(tiny(name, dtype).eval(), group)
+    tokens = text(2)[0]
+
+    def output(model, own):
+        found = model(input_ids=own)
+        y = found.logits if hasattr(found, "logits") else found.last_hidden_state
+        y.square().sum().backward()
+        return y.detach()
+
+    pairs = [(output(spread, tokens[rank]), output(whole, tokens.flatten(0, 1)).split(2)[rank])]
+    gradients = {own: one.grad for own, one in whole.named_parameters()}
+    for own, one in spread.named_parameters():
+        if isinstance(one, DTensor):
+            assert (one.grad is None) == (gradients[own] is None)  # some models do not use all of their layers
+            pairs += [] if one.grad is None else [(full(one.grad), gradients[own])]
+    assert len(pairs) > 2
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def saved(rank, world, folder, over):

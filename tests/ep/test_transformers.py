@@ -97,6 +97,12 @@ def test_training_steps_equal_those_of_one_process(ranks, name, shape, kind):
         assert trained > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({one.model for one in experts_classes() if one.name not in REFUSED}))
+def test_whole_models_equal_one_process(ranks, name):
+    assert max(ranks.run(experts_modules.whole_model, name=name)[:2]) < 1e-5
+
+
 def test_ranks_that_stop_at_different_lengths_generate_the_tokens_of_one_process(ranks):
     assert all(ranks.run(experts_modules.generated))
 
