@@ -32,10 +32,13 @@ author = "The pymoe authors"
 copyright = author
 version = release = pymoe.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"pymoe {release}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
+copybutton_selector = "div:not(.highlight-output):not(.highlight-text) > div.highlight pre"
 
 # Markdown: `[text](page.md#heading)` resolves to headings down to the third level.
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,14 @@ def blocks(text: str) -> list[Block]:
             fence = ""
     assert not fence, f"the block that begins in line {begin} does not end"
     return found
+
+
+def printed_outputs(text: str) -> list[tuple[Block, Block]]:
+    """Return every Python block that a block of the language ``output`` follows, with that block."""
+    found = blocks(text)
+    return [
+        (block, after) for block, after in pairwise(found) if block.language == "python" and after.language == "output"
+    ]
 
 
 def prose(text: str) -> str:

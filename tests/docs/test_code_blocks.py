@@ -1,7 +1,9 @@
-"""Tests that every Python block of README and docs runs, and that every command of a shell block exists.
+"""Tests that every Python block of README and docs runs and prints what the page says, and that every command of a
+shell block exists.
 
 The blocks of a page run in order, in a separate process. A block is skipped if the line above it gives a reason:
-``<!-- not run: it needs two processes -->``.
+``<!-- not run: it needs two processes -->``. A block of the language ``output`` holds what the Python block before it
+prints; ``...`` stands for any text there.
 """
 
 import os
@@ -14,14 +16,15 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from docs_pages import PAGES, ROOT, Block, blocks, name
+from docs_pages import PAGES, ROOT, Block, blocks, name, printed_outputs
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))]
 MOST_NOT_RUN = 8
+MARK = "----- a block of the page -----"
 SHELLS = {"sh", "shell", "bash", "console"}
 MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
 # Commands that pages use and that need not be installed for the tests.
-COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl"}
+COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl", "openssl"}
 
 
 def as_program(page: Path) -> str:
@@ -31,11 +34,27 @@ def as_program(page: Path) -> str:
         if block.language == "python" and not block.not_run:
             for number, line in enumerate(block.text.splitlines()):
                 lines[block.line - 1 + number] = line
+    for block, _ in printed_outputs(page.read_text()):
+        length = block.text.count("\n")
+        for index in (block.line - 2, block.line - 1 + length):  # the lines of the fences
+            lines[index] = f"print({MARK!r}, flush=True)"
     return "\n".join(lines)
 
 
+def differences(page: Path, said: str) -> str:
+    """Return how the outputs on a page differ from what its program printed; an empty string if they agree."""
+    parts = said.split(f"{MARK}\n")
+    found = []
+    for number, (_, output) in enumerate(printed_outputs(page.read_text())):
+        printed = parts[2 * number + 1]
+        expected = ".*".join(re.escape(part) for part in output.text.split("..."))
+        if not re.fullmatch(expected, printed, re.DOTALL):
+            found.append(f"{name(page)}:{output.line}: expected\n{output.text}got\n{printed}")
+    return "\n".join(found)
+
+
 # Reads names of programs, runs each in its own child and answers with its exit status: importing torch takes longer
-# than most pages. Their output goes to the file "said" in the same folder.
+# than most pages. What they print goes to the files "printed" and "errors" in the same folder.
 FORKS = """
 import os, runpy, signal, sys
 import torch, pymoe.nn, pymoe.pipe, pymoe.runtime
@@ -48,8 +67,8 @@ for line in sys.stdin:
 else:
     sys.exit()
 os.chdir(os.path.dirname(file))
-said = os.open("said", os.O_WRONLY | os.O_CREAT)
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(said, 1), os.dup2(said, 2)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT), 1), os.dup2(os.open("errors", os.O_WRONLY | os.O_CREAT), 2)
 sys.argv = [file]
 signal.alarm(600)
 runpy.run_path(file, run_name="__main__")
@@ -68,7 +87,8 @@ def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
         def run_as(program: str, file: Path) -> tuple[int, str]:
             file.write_text(program)
             print(file, file=forks.stdin, flush=True)
-            return int(forks.stdout.readline()), (file.parent / "said").read_text()
+            status = int(forks.stdout.readline())
+            return status, "".join((file.parent / name).read_text() for name in ("printed", "errors"))
 
         yield run_as
 
@@ -78,6 +98,31 @@ def run() -> Iterator[Callable[[str, Path], tuple[int, str]]]:
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, run: Callable[[str, Path], tuple[int, str]]) -> None:
     status, said = run(as_program(page), tmp_path / "page.py")
     assert status == 0, f"{name(page)}\n{said}"
+    assert not (wrong := differences(page, said)), wrong
+
+
+@pytest.mark.parametrize(
+    ("output", "agrees"), [("4\n", True), ("5\n", False), ("...\n", True), ("4\n4\n", False), ("...5\n", False)]
+)
+def test_an_output_that_differs_is_noticed(
+    tmp_path: Path,
+    run: Callable[[str, Path], tuple[int, str]],
+    output: str,
+    agrees: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("docs_pages.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nprint(3)\n```\n\n```python\nprint(2 + 2)\n```\n\n```output\n{output}```\n")
+    status, said = run(as_program(page), tmp_path / "page.py")
+    assert status == 0, said
+    assert bool(differences(page, said)) != agrees
+
+
+def test_every_output_follows_the_block_that_prints_it() -> None:
+    for page in PAGES:
+        outputs = [block for block in blocks(page.read_text()) if block.language == "output"]
+        assert outputs == [output for _, output in printed_outputs(page.read_text())], name(page)
 
 
 def test_a_block_that_fails_is_noticed_with_its_line(
