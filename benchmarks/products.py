@@ -3,7 +3,8 @@
     python -m benchmarks.products [--rows N ...] [--weights REGEX] [--rounds N] [--isas ISA ...] [--output DIR]
 
 A call multiplies the rows of several experts with weights of shape (768, 2048), together more than a core's cache
-holds: in bf16, contiguous along the inputs or along the outputs, or in a quantised format. Children with the levels of
+holds: in bf16, contiguous along the inputs or along the outputs, or in a quantised format. A kind "gradient" multiplies
+rows of 768 with the transposed weights, as the gradient of the rows does. Children with the levels of
 ``PYMOE_CPU_ISA`` stay alive and take turns, one thread each, as in ``benchmarks.instruction_sets``; the clock is the
 thread's processor time. Up to 8 rows, reading the weights takes most of the time, so the tables give bytes of weights
 per second there, and operations per second from 16 rows on: medians of the rounds. Writes JSON and Markdown tables.
@@ -33,6 +34,7 @@ READING = 8
 TORCH = "torch.mm"
 WEIGHTS = {"bf16 (out, in)": 16.0, "bf16 (in, out)": 16.0, "int8": 8.0, "int4": 4.5, "mxfp4": 4.25, "fp8": 8.25}
 WEIGHTS |= {"affine8": 10.0, "affine4": 4.5, SYMMETRIC: 10.0}
+WEIGHTS |= {f"{kind} gradient": bits for kind, bits in WEIGHTS.items() if "(in, out)" not in kind}
 """Kinds of weights, and bits per weight, not counting scales that are stored once per output row."""
 
 
@@ -53,9 +55,13 @@ class Calls:
         import torch
 
         from pymoe import ops
+        from pymoe._common.types import FORMATS
+        from pymoe.ops.quantized_linear import INPUT_GRAD
         from pymoe.reference import QuantizedWeight
 
         random = torch.Generator().manual_seed(0)
+        is_gradient = kind.endswith(" gradient")
+        kind = kind.removesuffix(" gradient")
         if kind != self.kind:
             self.kind, self.weight = kind, None
             weight = torch.randn(MOST_EXPERTS, OUTPUTS, INPUTS, generator=random).bfloat16()
@@ -74,16 +80,20 @@ class Calls:
             else:
                 self.weight = weight
         experts = experts_for(rows)
-        x = torch.randn(experts * rows, INPUTS, generator=random).bfloat16()
+        x = torch.randn(experts * rows, OUTPUTS if is_gradient else INPUTS, generator=random).bfloat16()
         offsets = torch.arange(experts + 1, dtype=torch.int32) * rows
         weight = self.weight
         if peer:
-            pairs = [(x[e * rows : (e + 1) * rows], weight[e].T) for e in range(experts)]
+            pairs = [(x[e * rows : (e + 1) * rows], weight[e] if is_gradient else weight[e].T) for e in range(experts)]
             return lambda: [torch.mm(left, right) for left, right in pairs]
         if isinstance(weight, QuantizedWeight):
             some = weight._replace(packed=weight.packed[:experts])
+            if is_gradient:
+                number = FORMATS[weight.format, weight.bits]
+                return lambda: INPUT_GRAD(x, some.packed, offsets, number, INPUTS)
             return lambda: ops.quantized_linear(x, some, offsets)
-        return lambda: ops.grouped_linear(x, weight[:experts], offsets)
+        weight = weight[:experts].transpose(1, 2) if is_gradient else weight[:experts]
+        return lambda: ops.grouped_linear(x, weight, offsets)
 
 
 def child() -> None:
@@ -104,7 +114,7 @@ def measured(children: dict[str, Any], kind: str, rows: int, rounds: int) -> dic
     """Return the record of one line: seconds per call by level, the peer included, as medians and quartiles."""
     from pymoe.bench.timing import Quartiles
 
-    asked = [isa for isa in children if isa != TORCH or kind not in QUANTISED]
+    asked = [isa for isa in children if isa != TORCH or kind.startswith("bf16")]
     seconds = in_turns(children, {isa: f"{rows} {int(isa == TORCH)} {kind}" for isa in asked}, rounds)
     spreads = {isa: Quartiles.of(values) for isa, values in seconds.items()}
     return {

@@ -190,19 +190,21 @@ void input_grad(const QuantizedInputGradArguments& a) {
   for (int64_t e = 0; e < a.experts; ++e) {
     if (a.offsets[e] < a.offsets[e + 1] && a.inputs > 0) busy.push_back(e);
   }
-  const auto input_bytes = a.outputs * static_cast<int64_t>(sizeof(T)), experts = static_cast<int64_t>(busy.size());
+  // Long rows are never apart by a power of two, which would send them all to the same few sets of the caches.
+  const int64_t stride = a.outputs < kQuantizedTile ? a.outputs : round_up(a.outputs, 64) + 32;
+  const auto input_bytes = stride * static_cast<int64_t>(sizeof(T)), experts = static_cast<int64_t>(busy.size());
   const int64_t width = experts == 0 ? 1 : inputs_together(a.inputs, input_bytes, experts);
   const int64_t slices = (a.inputs + width - 1) / width;
   parallel_tasks(experts * slices, [&](int64_t task) {
     const int64_t expert = busy[static_cast<size_t>(task / slices)], first = task % slices * width;
     const int64_t count = std::min(width, a.inputs - first), row = a.offsets[expert];
     thread_local ThreadBuffer buffer;
-    auto* weights = static_cast<T*>(buffer.reserve(std::max<int64_t>(1, count * input_bytes)));  // (count, N)
+    auto* weights = static_cast<T*>(buffer.reserve(std::max<int64_t>(1, count * input_bytes)));  // (count, stride)
     with_subnormals([&] {
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t output = tile * kQuantizedTile;
         decode(a.packed + (expert * tiles + tile) * bytes, first, first + count,
-               std::min(kQuantizedTile, a.outputs - output), weights + output, a.outputs);
+               std::min(kQuantizedTile, a.outputs - output), weights + output, stride);
       }
     });
     gemm({
@@ -211,7 +213,7 @@ void input_grad(const QuantizedInputGradArguments& a) {
         .a_column_stride = 1,
         .b = weights,
         .b_row_stride = 1,
-        .b_column_stride = a.outputs,
+        .b_column_stride = stride,
         .bias = nullptr,
         .bias_stride = 0,
         .c = static_cast<T*>(a.out) + row * a.inputs + first,

@@ -25,18 +25,35 @@ PYMOE_INLINE vfloat e2m1_values(vint32 codes) {
 #endif
 }
 
+// Rounds two vectors to T and stores them one after the other.
+template <typename T>
+PYMOE_INLINE void store_two(T* target, vfloat first, vfloat second) {
+#if PYMOE_ISA_HAS_BF16
+  // One instruction rounds both. It makes zeros of subnormal numbers, as do products of bf16 on such a processor.
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(target, both);
+    return;
+  }
+#endif
+  store(target, first);
+  store(target + kLanes<float>, second);
+}
+
 // Writes the weights of the inputs from `first`, a multiple of 32, to `last` for the `outputs` <= 64 outputs of a tile:
 // that of input i and output j becomes out[(i - first) * stride + j].
 template <WeightFormat kFormat, typename T>
 void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t outputs, T* out, int64_t stride) {
   constexpr int kWidth = kLanes<float>;
-  const auto put = [&](int64_t input, int64_t output, vfloat weight) __attribute__((always_inline)) {
+  const auto put = [&](int64_t input, int64_t output, vfloat low, vfloat high) __attribute__((always_inline)) {
     T* to = out + (input - first) * stride + output;
-    if (output + kWidth <= outputs) {
-      store(to, weight);
-    } else if (output < outputs) {
-      store_partial(to, weight, static_cast<int>(outputs - output));
+    if (output + 2 * kWidth <= outputs) {
+      store_two(to, low, high);
+      return;
     }
+    alignas(64) T both[2 * kWidth];
+    store_two(both, low, high);
+    if (output < outputs) memcpy(to, both, static_cast<size_t>(outputs - output) * sizeof(T));
   };
   if constexpr (is_fused(kFormat)) {
     constexpr int kVectors = 4;
@@ -55,14 +72,16 @@ void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t out
 #pragma GCC unroll 2
           for (int i = 0; i < Stored::kInputs; ++i) {
             if (input + i == end) break;
+            if constexpr (kFormat == WeightFormat::kFp8) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-              vfloat weight = values[i][v];
-              if constexpr (kFormat == WeightFormat::kFp8) {
-                const vint32 nan = ((vint32)weight & 0x7fffffff) == (vint32)broadcast(480.0f);
-                weight = (vfloat)((vint32)weight | nan) * load(scales + v * kWidth);
+              for (int v = 0; v < kVectors; ++v) {
+                const vint32 nan = ((vint32)values[i][v] & 0x7fffffff) == (vint32)broadcast(480.0f);
+                values[i][v] = (vfloat)((vint32)values[i][v] | nan) * load(scales + v * kWidth);
               }
-              put(input + i, output + v * kWidth, weight);
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v += 2) {
+              put(input + i, output + v * kWidth, values[i][v], values[i][v + 1]);
             }
           }
         }
@@ -76,31 +95,43 @@ void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t out
     for (int64_t begin = first; begin < last; begin += kQuantizedGroup) {
       const int64_t group = begin / kQuantizedGroup;
       const uint8_t* super = tile + quantized_head_bytes(kFormat) + group / kSuperGroups * kSuperBytes;
-      if (kFormat == WeightFormat::kInt4 && (begin == first || group % kSuperGroups == 0))
+      if (kFormat == WeightFormat::kInt4 && (begin == first || group % kSuperGroups == 0)) {
         decode_ends(tile, super, ends);
+      }
       const uint8_t* from =
           super + quantized_super_bytes(kFormat) + group % kSuperGroups * quantized_group_bytes(kFormat);
       const uint8_t* words = from + quantized_ends_bytes(kFormat);
       const int64_t end = last - begin < kQuantizedGroup ? last : begin + kQuantizedGroup;
-      for (int64_t input = begin; input < end; input += kTogether, words += 4 * kQuantizedTile) {
-        for (int64_t output = 0; output < outputs; output += kWidth) {
-          const vint32 word = load_words(words + 4 * output);
-          const auto weight = [&](vint32 codes) __attribute__((always_inline)) {
-            if constexpr (kFormat == WeightFormat::kInt8) {
-              return to_float((codes & 255) - 128) * load(reinterpret_cast<const float*>(tile) + output);
-            } else if constexpr (kFormat == WeightFormat::kMxfp4) {
-              return e2m1_values(codes) * load_powers(from + output);
-            } else {
-              const float* its_ends = ends.of_group(group) + output;
-              return to_float(codes & 15) * load(its_ends) + load(its_ends + SuperEnds::kMinima);
-            }
-          };
+      for (int64_t output = 0; output < outputs; output += 2 * kWidth) {
+        vfloat scales[2], minima[2];
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t at = output + v * kWidth;
+          if constexpr (kFormat == WeightFormat::kInt8) {
+            scales[v] = load(reinterpret_cast<const float*>(tile) + at);
+          } else {
+            scales[v] = load_scales<kFormat>(from, ends.of_group(group), at);
+          }
+          minima[v] = kFormat == WeightFormat::kInt4 ? load(ends.of_group(group) + SuperEnds::kMinima + at) : vfloat{};
+        }
+        for (int64_t input = begin; input < end; input += kTogether) {
+          const uint8_t* word = words + (input - begin) / kTogether * 4 * kQuantizedTile + 4 * output;
+          const vuint32 both[2] = {(vuint32)load_words(word), (vuint32)load_words(word + kVectorBytes)};
 #pragma GCC unroll 8
           for (int i = 0; i < kTogether; ++i) {
-            if (input + i < end) {
-              put(input + i, output,
-                  weight((vint32)((vuint32)word >> (bits_of(kFormat) == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4))));
+            if (input + i == end) break;
+            vfloat weights[2];
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) {
+              if constexpr (kFormat == WeightFormat::kInt8) {
+                weights[v] = to_float((vint32)(both[v] >> 8 * i & 255) - 128) * scales[v];
+              } else {
+                const auto codes = (vint32)(both[v] >> (i % 4 * 8 + i / 4 * 4));
+                weights[v] = kFormat == WeightFormat::kMxfp4 ? e2m1_values(codes) * scales[v]
+                                                             : to_float(codes & 15) * scales[v] + minima[v];
+              }
             }
+            put(input + i, output, weights[0], weights[1]);
           }
         }
       }

@@ -65,7 +65,7 @@ class InputGrad(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep nothing, since there is no second derivative."""
 
-    backward = staticmethod(refuse_second_gradient)
+    backward = staticmethod(refuse_second_gradient)  # type: ignore[assignment]
     tangent = staticmethod(refuse_tangents)
 
 

@@ -124,7 +124,7 @@ class _InputGrad(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep nothing, since there is no second derivative."""
 
-    backward = staticmethod(refuse_second_gradient)
+    backward = staticmethod(refuse_second_gradient)  # type: ignore[assignment]
 
 
 def _multiply(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, weight: QuantizedWeight) -> Tensor:

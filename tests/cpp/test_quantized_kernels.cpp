@@ -38,6 +38,22 @@ Buffer<uint8_t> packed(const std::vector<T>& weight, Sizes s, WeightFormat forma
   return std::move(result);
 }
 
+// Returns weights in an affine format with random codes, whose scales and offsets are all 0.5.
+Buffer<uint8_t> affine_packed(Sizes s, WeightFormat format) {
+  const int64_t tile_bytes = quantized_tile_bytes(format, s.inputs);
+  Buffer<uint8_t> bytes(s.experts * quantized_tiles(s.outputs) * tile_bytes);
+  const auto random = random_values<float>(bytes.size(), 4);
+  for (int64_t i = 0; i < bytes.size(); ++i)
+    bytes.data()[i] = static_cast<uint8_t>(500 * random[static_cast<size_t>(i)]);
+  const std::vector<float> halves(2 * kQuantizedTile, 0.5f);
+  for (int64_t tile = 0; tile < bytes.size(); tile += tile_bytes) {
+    for (int64_t input = 0; input < s.inputs; input += fused_run(format)) {
+      memcpy(bytes.data() + tile + fused_begin(format, input), halves.data(), halves.size() * sizeof(float));
+    }
+  }
+  return bytes;
+}
+
 // Returns the weight that the bytes represent.
 double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int64_t expert, int64_t output,
                  int64_t input) {
@@ -58,6 +74,12 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
     const double size =
         exponent == 0 ? std::ldexp(code & 7, -9) : std::ldexp(8 + (code & 7), exponent - 10);  // no NaN is expected
     return (code < 128 ? size : -size) * static_cast<double>(scale);
+  }
+  if (is_affine(format)) {
+    const int64_t in_run = input % fused_run(format);
+    const uint8_t* codes = tile + fused_begin(format, input) + fused_head_bytes(format);
+    const int both = codes[(format == kAffine8 ? in_run : in_run / 2) * kQuantizedTile + lane];
+    return 0.5 * (format == kAffine8 ? both : in_run % 2 == 0 ? both & 15 : both >> 4) + 0.5;
   }
   const int64_t number = input / kQuantizedGroup;
   const uint8_t* super =
@@ -138,6 +160,38 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, in
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-4));
 }
 
+template <typename T>
+void check_input_grad(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, int64_t outputs,
+                      WeightFormat format) {
+  const Sizes s{static_cast<int64_t>(offsets.size()) - 1, outputs, inputs};
+  auto grad = random_values<T>(rows * outputs, 1);
+  for (int64_t i = offsets.back() * outputs; i < rows * outputs; ++i) grad[static_cast<size_t>(i)] = round_to<T>(NAN);
+  const auto bytes = is_affine(format) ? affine_packed(s, format)
+                                       : packed(random_values<float>(s.experts * outputs * inputs, 2), s, format);
+  const auto [dx] =
+      same_on_threads([&] { return std::tuple(Buffer<T>(rows * inputs)); },
+                      [&](auto& out) {
+                        cpu::quantized_linear_input_grad({grad.data(), bytes.data(), offsets.data(), out.data(), rows,
+                                                          inputs, outputs, s.experts, format, dtype_of<T>()});
+                      });
+  double worst = 0;  // error divided by the sum of the terms' magnitudes
+  int64_t expert = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    while (expert < s.experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
+    for (int64_t h = 0; h < inputs; ++h) {
+      double expected = 0, size = expert < s.experts ? 1 : 1e-9;
+      for (int64_t n = 0; expert < s.experts && n < outputs; ++n) {
+        const double term =
+            to_accumulate(grad[static_cast<size_t>(r * outputs + n)]) * weight_at(bytes, s, format, expert, n, h);
+        expected += term;
+        size += std::fabs(term);
+      }
+      worst = std::fmax(worst, std::fabs(to_accumulate(dx[r * inputs + h]) - expected) / size);
+    }
+  }
+  CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-5));
+}
+
 }  // namespace
 
 TEST_CASE("quantize_weight: bytes that stand for the weights, the same on any number of threads") {
@@ -185,5 +239,29 @@ TEST_CASE("quantized_linear refuses offsets that do not cut the rows") {
     CHECK_THROWS(cpu::quantized_linear({x.data(), bytes.data(), offsets.data(), nullptr, y.data(), 10, 8, 4, 2, kInt8,
                                         DType::kFloat32, workspace.data()}));
     CHECK(y.intact());
+  }
+}
+
+TEST_CASE("quantized_linear_input_grad, with empty experts and unused rows") {
+  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8, kAffine8, kAffine4}) {
+    check_input_grad<float>({0, 10, 10, 70, 71}, 80, 37, 19, format);
+    check_input_grad<BFloat16>({0, 0, 64, 165}, 170, 130, 65, format);
+    check_input_grad<Float16>({0, 3, 9}, 9, 290, 64, format);
+    check_input_grad<float>({0, 0, 0}, 2, 8, 8, format);
+    check_input_grad<float>({0, 2}, 3, 0, 5, format);
+    check_input_grad<float>({0, 2}, 3, 5, 0, format);
+    check_input_grad<BFloat16>({0, 1}, 1, 1, 1, format);
+    check_input_grad<float>({0, 1}, 1, 70, 9000, format);  // wide rows: 32 inputs at a time
+  }
+}
+
+TEST_CASE("quantized_linear_input_grad refuses offsets that do not cut the rows") {
+  const auto grad = random_values<float>(10 * 4, 1);
+  const auto bytes = packed(random_values<float>(2 * 4 * 8, 2), {2, 4, 8}, kInt8);
+  for (const std::vector<int32_t>& offsets : {std::vector<int32_t>{1, 5, 10}, {0, 6, 5}, {0, 5, 11}, {0, -1, 10}}) {
+    Buffer<float> dx(10 * 8);
+    CHECK_THROWS(cpu::quantized_linear_input_grad(
+        {grad.data(), bytes.data(), offsets.data(), dx.data(), 10, 8, 4, 2, kInt8, DType::kFloat32}));
+    CHECK(dx.intact());
   }
 }

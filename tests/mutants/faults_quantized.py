@@ -4,6 +4,7 @@ from planting import PythonFault as Fault
 
 PRODUCTS = "csrc/kernels/quantized_linear_cpu_body.h"
 FUSED = "csrc/kernels/quantized_linear_fused.h"
+DECODING = "csrc/kernels/quantized_linear_decode.h"
 WEIGHTS = "csrc/kernels/quantized_weight_cpu_body.h"
 REFERENCE = "pymoe/reference/quantized_weight.py"
 FP8 = "tests/ops/test_fp8_weights.py"
@@ -14,6 +15,7 @@ QUANTIZER = "pymoe/integrations/transformers/quantizer.py"
 CONFIGURATION = "pymoe/integrations/transformers/configuration.py"
 QUANTIZE = "pymoe/nn/quantized_experts.py"
 EQUAL = ("tests/ops/test_native_equals_reference.py", "-k", "quantize and outputs and not benchmark")
+GRADIENTS = ("tests/ops/test_quantized_gradients.py", "-k", "finite_differences and native")
 DENSE = "tests/nn/test_quantized_dense.py"
 LAYERS = "tests/nn/test_quantized_experts.py"
 PREFETCH = "tests/nn/test_prefetch.py"
@@ -22,6 +24,55 @@ FILES = "pymoe/integrations/transformers/mxfp4_files.py"
 OF_FILES = "tests/integrations/transformers/test_mxfp4_files.py"
 
 FAULTS = [
+    Fault(
+        "the gradient takes the scale of another output",
+        DECODING,
+        "load(reinterpret_cast<const float*>(tile) + at)",
+        "load(reinterpret_cast<const float*>(tile) + (at ^ kWidth))",
+        GRADIENTS,
+    ),
+    Fault(
+        "the gradient takes the scales of the neighbouring group",
+        DECODING,
+        "load_scales<kFormat>(from, ends.of_group(group), at)",
+        "load_scales<kFormat>(from, ends.of_group(group + 1), at)",
+        GRADIENTS,
+    ),
+    Fault(
+        "the gradient decodes the codes of mxfp4 with the scales of the first group",
+        DECODING,
+        "load_scales<kFormat>(from,",
+        "load_scales<kFormat>(super,",
+        GRADIENTS,
+    ),
+    Fault(
+        "the gradient decodes fp8 without its scales",
+        DECODING,
+        " | nan) * load(scales + v * kWidth);",
+        " | nan);",
+        GRADIENTS,
+    ),
+    Fault(
+        "a part of the inputs decodes those of the part before it",
+        "csrc/kernels/quantized_linear_cpu.cpp",
+        "decode(a.packed + (expert * tiles + tile) * bytes, first, first + count,",
+        "decode(a.packed + (expert * tiles + tile) * bytes, 0, count,",
+        ("tests/ops/test_quantized_gradients.py", "-k", "several_parts"),
+    ),
+    Fault(
+        "the gradient of x is that of twice the output",
+        "pymoe/ops/quantized_linear.py",
+        "call(InputGrad, grad, packed",
+        "call(InputGrad, 2 * grad, packed",
+        GRADIENTS,
+    ),
+    Fault(
+        "a second derivative is zero in place of an error",
+        "pymoe/ops/quantized_linear.py",
+        "backward = staticmethod(refuse_second_gradient)",
+        "backward = staticmethod(lambda *_: (None,) * 5)",
+        ("tests/ops/test_quantized_gradients.py", "-k", "second_derivative"),
+    ),
     Fault(
         "the code of zero counts for something",
         PRODUCTS,

@@ -196,6 +196,35 @@ def test_adapters_are_merged_before_what_they_adapt_is_quantised():
     assert float((outputs(merged) - expected).norm() / expected.norm()) < 0.05
 
 
+def test_trainer_trains_adapters_on_attention_over_quantised_experts(tmp_path):
+    """Trainer refuses a quantised model whose method does not say that it is trainable."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    cls = checkpoint("qwen3_moe", tmp_path / "whole")
+    model = adapted(cls.from_pretrained(tmp_path / "whole", quantization_config=PymoeConfig(4)), **ATTENTION)
+    packed = {name: value.clone() for name, value in model.named_buffers() if name.endswith("packed")}
+    ids = tiny_models.tokens()[0]
+    rows = [{"input_ids": ids, "labels": ids}] * 16
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"),
+        learning_rate=0.02,
+        num_train_epochs=1,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] - 0.1
+    after = dict(model.named_buffers())
+    assert packed
+    assert all(torch.equal(value, after[name]) for name, value in packed.items())
+
+
 # Devices.
 
 
