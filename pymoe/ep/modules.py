@@ -187,7 +187,7 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
     names = [one for one in described.names if one is not None]
     if set(parameters) != set(names):
         raise ValueError(
-            f"shard: experts must have the parameters {' and '.join(names)} alone, got {name!r} with "
+            f"shard: experts must have only the parameters {' and '.join(names)}, got {name!r} with "
             f"{', '.join(parameters) or 'none'}"
         )
     if any(isinstance(one, DTensor) for one in parameters.values()):

@@ -58,9 +58,11 @@ def shard(
     of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
     ``row_invariant``, as ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared
     experts, which you sum over the ranks; the contribution of the auxiliary losses of ``scope="group"`` to gradients
-    of inputs; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers this holds
-    if the choices and their weights, which come from transformers' router, are those of one process; gradients of these
-    weights have its bits, too. An activation that pymoe does not fuse must compute every row from that row alone.
+    of inputs; layers with biases in bfloat16 on GPUs of compute capability 9.0 and 10.0, where one process adds biases
+    after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
+    this holds if the choices and their weights, which come from transformers' router, are those of one process;
+    gradients of these weights have its bits, too. An activation that pymoe does not fuse must compute every row from
+    that row alone.
 
     Args:
         model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on

@@ -207,7 +207,7 @@ class _Replay:
         """Raise unless the choice of a layer, which the router has made, is to be replaced by the recorded one."""
         choice = self.choices.get(name)
         if choice is None:
-            raise ValueError(f"replay_routing: expected calls of the recorded layers alone, got one of {name}")
+            raise ValueError(f"replay_routing: expected calls of only the recorded layers, got one of {name}")
         if choice.shape != experts_TK.shape:
             recorded, got = (f"{tokens} tokens with {k} choices" for tokens, k in (choice.shape, experts_TK.shape))
             raise ValueError(f"replay_routing: expected {recorded} in {name}, as recorded, got {got}")

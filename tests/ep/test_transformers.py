@@ -120,7 +120,7 @@ def test_the_state_dict_of_a_whole_model_is_loaded(ranks):
 def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
     for (kind, text, _), differing in ranks.run(experts_modules.pretrained, folder=str(tmp_path)):
         assert kind == "ValueError"
-        assert "has this rank's experts alone; call get_model_state_dict(" in text
+        assert "has only this rank's experts; call get_model_state_dict(" in text
         assert not differing
 
 
@@ -141,7 +141,7 @@ def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
         ("forward", "ValueError", "got 'experts' with a forward of its own"),
         ("tied", "ValueError", "must share no parameters with other modules, got 'experts' with 'other.0'"),
         ("fsdp", "ValueError", "parameters that are spread over ranks already"),
-        ("parametrized", "ValueError", "must have the parameters gate_up_proj and down_proj alone, got 'experts' with"),
+        ("parametrized", "ValueError", "must have only the parameters gate_up_proj and down_proj, got 'experts' with"),
         ("dtypes", "TypeError", "must have parameters of one floating dtype, got 'experts' with float32, bfloat16"),
         ("adapter", "ValueError", "must have experts that nothing adapts, got 'experts' with an adapter"),
         ("optimizer", "RuntimeError", "an optimizer must be made after pymoe.ep.shard"),

@@ -282,8 +282,8 @@ FAULTS = [
     Fault(
         "all layers have the adapters of the first",
         f"{PACKAGE}/adapters.py",
-        "experts.__dict__.setdefault(_LENT, {})[name] = adapters",
-        "experts.__dict__.setdefault(_LENT, {})[name] = lend.__dict__.setdefault(name, adapters)",
+        "lent[name] = adapters",
+        "lent[name] = lend.__dict__.setdefault(name, adapters)",
         (f"{TESTS}/test_peft_lora.py", "-k", "options_of_adapters"),
     ),
     Fault(

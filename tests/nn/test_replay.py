@@ -238,6 +238,7 @@ def test_the_number_of_forwards_is_checked():
 
 
 def test_compiled_code_is_refused_or_left_out():
+    torch.compiler.reset()
     model = Model(1)
     ids = ids_of()
     with record_routing(model) as routes:

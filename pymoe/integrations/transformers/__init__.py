@@ -12,16 +12,20 @@ and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgrap
 this raises :class:`ImportError` if transformers is missing or older.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from pymoe.integrations.transformers import outside, peft_layers, quantized, quantizer, replayed, sharded
 from pymoe.integrations.transformers.biases import add_expert_biases
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
 from pymoe.integrations.transformers.configuration import PymoeConfig
 from pymoe.integrations.transformers.experts import experts_forward
 from pymoe.integrations.transformers.interface import register
-from pymoe.integrations.transformers.load_callback import LoadCallback
 from pymoe.integrations.transformers.router_losses import add_router_losses
 from pymoe.integrations.transformers.routing import Attached, count_expert_load
 from pymoe.integrations.transformers.switch import disable, enable
+
+if TYPE_CHECKING:
+    from pymoe.integrations.transformers.load_callback import LoadCallback
 
 __all__ = [
     "Attached",
@@ -36,6 +40,15 @@ __all__ = [
     "from_transformers",
     "to_transformers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LoadCallback":  # its base class is in a module of transformers that imports PEFT and accelerate
+        from pymoe.integrations.transformers.load_callback import LoadCallback
+
+        return LoadCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register(experts_forward)
 quantized.register()

@@ -41,9 +41,16 @@ def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
     """Give the stacked weight ``name`` of an experts module adapters for one call of the module.
 
     Raises:
-        RuntimeError: the call came to its end, and did not use the adapters.
+        RuntimeError: the call came to its end, and did not use the adapters; or another call is running, as of another
+            thread, which might take them.
     """
-    experts.__dict__.setdefault(_LENT, {})[name] = adapters
+    lent = experts.__dict__.setdefault(_LENT, {})
+    if name in lent:
+        raise RuntimeError(
+            f"experts_implementation='pymoe' ({type(experts).__name__}): expected one call of experts with adapters at "
+            f"a time, got another one while a call was running, as two threads make them"
+        )
+    lent[name] = adapters
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ModeAround, router_of
-from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, device_of, sparse_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
 from pymoe.nn.options import check_number
@@ -94,7 +94,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
     attached = Attached()
     for name, bias in balanced.items():
         experts = found[name]
-        added = ExpertBias(experts.num_experts, rate, bias, next(experts.parameters()).device)
+        added = ExpertBias(experts.num_experts, rate, bias, device_of(experts))
         chosen_by = None
         if bias is None:
             chosen_by = ModeAround(router_of(blocks[name]), partial(_mode, added))
@@ -104,7 +104,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
     return attached
 
 
-def refuse_to_save(model: nn.Module) -> None:
+def refuse_to_save(model: nn.Module, state_dict: object) -> None:
     """Raise if ``save_pretrained`` would write biases that no program adds to the scores when it reads them."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertBias) and module.bias is not None and module.bias.any():

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 ROUTERS = ("gate", "router")
 """The names of routers in blocks."""
@@ -95,33 +95,58 @@ class ModeAround(Generic[Mode]):
 
     def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
         self.make = make
-        self._last: Mode | None = None
-        self._own: list[Mode] = []
-        self._hooks: list[RemovableHandle] = [
-            router.register_forward_pre_hook(self._begin),
-            router.register_forward_hook(self._end, always_call=True, prepend=True),
-        ]
+        self.last: Mode | None = None
+        """The mode of the router's last call, if that returned."""
+        around = router.__dict__.get("forward")
+        self._around = around if isinstance(around, _Around) else _Around(router)
+        self._around.parts.append(self)
 
     def take(self) -> Mode | None:
         """Return the mode of the router's call, once; None if it was not called since."""
-        last, self._last = self._last, None
+        last, self.last = self.last, None
         return last
 
     def remove(self) -> None:
         """Leave the router as it was."""
-        for hook in self._hooks:
-            hook.remove()
+        self._around.remove(self)
 
-    def _begin(self, router: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"
-            )
-        mode = self.make()
-        mode.__enter__()
-        self._own.append(mode)
 
-    def _end(self, router: nn.Module, arguments: Any, output: Any) -> None:
-        if self._own:
-            self._last = self._own.pop()
-            self._last.__exit__(None, None, None)
+class _Around:
+    """Takes the place of a router's forward, and calls it inside the modes of all its parts.
+
+    Two hooks would not do: torch calls none after a :class:`KeyboardInterrupt`, and the modes would stay on.
+    """
+
+    def __init__(self, router: nn.Module) -> None:
+        self.router = router
+        self.before = router.__dict__.get("forward")
+        self.parts: list[ModeAround[Any]] = []
+        self.hook = router.register_forward_pre_hook(_refuse_compiled)
+        router.forward = self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        forward = self.before or type(self.router).forward.__get__(self.router)
+        for part in self.parts:
+            part.last = None
+        with ExitStack() as stack:
+            modes = [(part, stack.enter_context(part.make())) for part in self.parts]
+            result = forward(*arguments, **named)
+        for part, mode in modes:
+            part.last = mode
+        return result
+
+    def remove(self, part: ModeAround[Any]) -> None:
+        self.parts.remove(part)
+        if not self.parts:
+            self.hook.remove()
+            del self.router.forward
+            if self.before is not None:
+                self.router.forward = self.before
+
+
+def _refuse_compiled(router: nn.Module, arguments: Any) -> None:
+    """Raise while code is compiled. It is a hook because torch traces code again for a new hook, not for a forward."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"
+        )

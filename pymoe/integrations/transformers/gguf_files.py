@@ -154,7 +154,8 @@ class GgufFile:
         self.tensors: dict[str, Any] = {}
         metadata, said = self._read(path)
         count = said[1]
-        if count not in (None, 0, 1):
+        self.in_parts = count not in (None, 0, 1)
+        if self.in_parts:
             self._read_parts(path, said)
         if metadata is None:
             raise ValueError(f"from_pretrained: expected a GGUF file that names its architecture, got {path}")

@@ -63,6 +63,9 @@ class LoadCallback(TrainerCallback):
         """Begin to count."""
         model: nn.Module = self.trainer.model
         self._load, self._dropped, self._frames = {}, {}, []
+        if self._counting is not None:  # of a training that raised, for which nothing calls on_train_end
+            self._counting.remove()
+            self._counting = None
         if sparse_experts("LoadCallback", model):
             self._counting = count_expert_load(model)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.adapters import LowRank, lend
+from pymoe.integrations.transformers.sharded import is_sharded
 from pymoe.integrations.transformers.switch import OnPymoe
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 
@@ -100,6 +101,11 @@ def _change_wrapper(kind: Any) -> None:
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
         active = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
+        if active and is_sharded(experts):
+            raise ValueError(
+                f"LoRA: expected experts that are on one rank, got {type(experts).__name__}, which pymoe.ep.shard has "
+                f"spread over ranks; adapt other layers only"
+            )
         packed = isinstance(getattr(experts, self.parameter_name), QuantizedLinear)
         if active and (packed or _is_by_rows(experts, self.parameter_name)):
             with lend(experts, self.parameter_name, [_low_rank(self, experts, name) for name in active]):

@@ -81,6 +81,8 @@ class PymoeQuantizer(HfQuantizer):
         self._originals: list[tuple[Any, Any]] = []
         self.gguf: gguf_files.GgufFile | None = None
         """The GGUF file that is read; None for other files."""
+        self._config: Any = None
+        """The model's configuration, until its GGUF file is read."""
 
     def is_serializable(self) -> bool:
         return True
@@ -97,11 +99,14 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(
                 f"from_pretrained: expected experts_implementation='pymoe' for quantised experts, got {name!r}"
             )
+        self._config = config
         return config
 
     def read_header(self, gguf_file: str) -> None:
         """Read the header of a GGUF file; transformers calls this once it knows the path."""
         self.gguf = gguf_files.GgufFile(gguf_file)
+        if self.gguf.in_parts and "output.weight" in self.gguf.tensors:
+            self._config.tie_word_embeddings = False  # transformers looks for the head in the first part alone
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the model; transformers passes None if nothing but a GGUF file could say it."""
@@ -245,7 +250,7 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.gguf = None  # the model holds its quantizer, and copies of the model would copy the file
+        self.gguf = self._config = None  # the model holds its quantizer, and copies of the model would copy the file
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):

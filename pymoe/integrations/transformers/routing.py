@@ -7,8 +7,10 @@ implementation of experts. So a hook on the experts sees every choice, and no cl
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
@@ -72,6 +74,11 @@ def sparse_experts(function: str, model: nn.Module) -> dict[str, Any]:
     return {name or "experts": module for name, module in model.named_modules() if interface.is_behind(module)}
 
 
+def device_of(experts: nn.Module) -> torch.device:
+    """Return the device of experts; quantised ones may have buffers and no parameters."""
+    return next(chain(experts.parameters(), experts.buffers())).device
+
+
 class Attached:
     """What was attached to a model, until :meth:`remove` is called."""
 
@@ -124,7 +131,7 @@ def count_expert_load(model: nn.Module) -> Attached:
     attached = Attached()
     for experts in found.values():
         if not hasattr(experts, COUNTED):
-            counted = CountedLoad(experts.num_experts, next(experts.parameters()).device)
+            counted = CountedLoad(experts.num_experts, device_of(experts))
             attach(attached, experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
     return attached
 

@@ -53,14 +53,19 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether :func:`pymoe.ep.shard` has spread the experts of a module over ranks."""
+    return isinstance(getattr(module, "described", None), StackedExperts)
+
+
 def check_saved_whole(model: nn.Module, state_dict: object) -> None:
-    """Raise :class:`ValueError` if ``save_pretrained`` would write this rank's experts alone."""
+    """Raise :class:`ValueError` if ``save_pretrained`` would write only this rank's experts."""
     if state_dict is None:
         for name, module in model.named_modules():
-            if isinstance(getattr(module, "described", None), StackedExperts):
+            if is_sharded(module):
                 raise ValueError(
-                    f"save_pretrained: expected the state dict of a whole model, as {name!r} has this rank's experts "
-                    f"alone; call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                    f"save_pretrained: expected the state dict of a whole model, as {name!r} has only this rank's "
+                    f"experts; call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
                     f"cpu_offload=True)) of torch.distributed.checkpoint.state_dict on every rank, and "
                     f"save_pretrained(..., state_dict=...) with the result on the first rank"
                 )

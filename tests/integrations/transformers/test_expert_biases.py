@@ -10,8 +10,8 @@ from tiny_models import build, tokens
 
 pytest.importorskip("transformers", minversion="5")
 
-from pymoe.integrations.transformers import add_expert_biases
-from pymoe.nn import update_expert_biases
+from pymoe.integrations.transformers import add_expert_biases, count_expert_load
+from pymoe.nn import expert_load, quantize_experts, update_expert_biases
 from pymoe.nn.expert_bias import ExpertBias
 
 MODELS = sorted({one.model for one in experts_classes()})
@@ -58,6 +58,43 @@ def choices(model, ids):
 
 def loss(model, ids, **other):
     return model(input_ids=ids, **other)[0].square().mean()
+
+
+def test_an_interrupted_router_leaves_nothing_on(monkeypatch):
+    """Hooks after a forward are not called after Ctrl-C: the choice of other models would stay changed."""
+    model, other, ids = build("qwen3_moe"), build("qwen3_moe"), tokens()
+    expected = other(input_ids=ids)[0]
+    handle = add_expert_biases(model, 0.01)
+    for part in biases(model).values():
+        part.bias.copy_(torch.linspace(4, -4, EXPERTS))
+    gate = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(gate), "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids)
+    assert torch.equal(other(input_ids=ids)[0], expected)
+    handle.remove()
+    assert "forward" not in gate.__dict__
+    assert torch.equal(model(input_ids=ids)[0], expected)
+
+
+def test_quantised_experts_are_counted_and_balanced():
+    """They have buffers and no parameters."""
+    model = build("qwen3_moe").eval()
+    model.set_experts_implementation("pymoe")
+    quantize_experts(model, 8)
+    count_expert_load(model)
+    handle = add_expert_biases(model, 0.01)
+    loss(model.train(), tokens()).backward()
+    assert {sum(count) for count in counts(model).values()} == {model.config.num_experts_per_tok * tokens().numel()}
+    assert {int(load.sum()) for load in expert_load(model).values()} == {
+        model.config.num_experts_per_tok * tokens().numel()
+    }
+    handle.remove()
 
 
 def test_the_lists_name_models():
@@ -218,6 +255,7 @@ def test_dtypes():
 
 
 def test_compiled_code_counts_and_does_not_change_the_choice():
+    torch.compiler.reset()
     model = build("deepseek_v3").train()
     add_expert_biases(model, rate=0.5)
     loss(model, tokens(), use_cache=False).backward()

@@ -100,6 +100,7 @@ def test_counting_is_copied_and_moved_and_not_saved(tmp_path):
 
 
 def test_compiled_code_counts():
+    torch.compiler.reset()
     model = mixtral().eval()
     count_expert_load(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -112,6 +113,7 @@ def test_compiled_code_counts():
 
 
 def test_code_that_was_compiled_before_does_not_count():
+    torch.compiler.reset()
     model = mixtral().eval()
     compiled = torch.compile(model, backend="aot_eager")
     with torch.no_grad():

@@ -481,6 +481,16 @@ def parts(folder, split=10):
     return config, expected, sorted(folder.glob("x-*.gguf"))
 
 
+def test_the_head_may_be_in_a_later_part(tmp_path):
+    """Without a configuration, transformers takes embeddings for tied if the first part has no head."""
+    sizes = {"num_hidden_layers": 1, "moe_intermediate_size": 768}
+    _, expected, _ = gguf_models.write(tmp_path / "x.gguf", "qwen3moe", "Q4_K", split=10, **sizes)
+    model = read(min(tmp_path.glob("x-*.gguf")), None)
+    assert_holds(model, expected)
+    assert not model.config.tie_word_embeddings
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
 def test_parts_are_one_file(tmp_path):
     config, expected, files = parts(tmp_path)
     assert [one.name for one in files] == ["x-00001-of-00003.gguf", "x-00002-of-00003.gguf", "x-00003-of-00003.gguf"]
