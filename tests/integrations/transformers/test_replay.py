@@ -243,11 +243,6 @@ def test_code_that_was_compiled_before_is_noticed():
                 parameter.copy_(parameter.flip(0))
     with replay_routing(model, routes):
         expected = model(input_ids=tokens())[0]
-    try:  # torch may notice that the router has another forward now, and not use its code
-        with replay_routing(compiled, routes):
-            found = compiled(input_ids=tokens())[0]
-    except RuntimeError as error:
-        assert "expected a forward through the recorded" in str(error)
-    else:
-        assert torch.equal(found, expected)
+    with replay_routing(compiled, routes):  # torch notices that the router has another forward, and leaves its code
+        assert torch.equal(compiled(input_ids=tokens())[0], expected)
     assert not torch.equal(compiled(input_ids=tokens())[0], expected)
