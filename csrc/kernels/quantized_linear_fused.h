@@ -7,8 +7,8 @@
 // processor. Few rows decode codes in registers; many rows share the decoded values of a block, which stay in the
 // nearest cache.
 //
-// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset. So is
-// that of a symmetric one, the rounded product of the code and its scale.
+// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset.
+// The value of a symmetric code is the weight, too: the product of the code and its scale, rounded.
 //
 // A code of fp8 is a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is
 // no infinity. With its exponent and mantissa at the lower ends of those of an fp32, it is 2^-120 times its value, so
@@ -238,7 +238,8 @@ MultiplyFused multiply_fused_for(int64_t rows) {
 
 // The numbers of rows that decode in registers, beside four vectors of outputs or beside fewer, and of those that share
 // decoded values: as many sums as the registers hold, and enough that they need not wait for each other. More rows than
-// kMostDecoding share decoded values. The affine and symmetric formats have scales, or offsets, in registers, too.
+// kMostDecoding share decoded values. The affine formats have scales and offsets in registers, too, and the symmetric
+// format has scales.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 inline constexpr int kMostBesideFour = kFormat == WeightFormat::kFp8 ? 6 : 4;

@@ -118,7 +118,8 @@ class _InputGrad(torch.autograd.Function):
     @staticmethod
     def forward(grad: Tensor, packed: Tensor, offsets: Tensor, weight: QuantizedWeight) -> Tensor:
         wide = dequantize_weight(QuantizedWeight(packed, *weight[1:]))
-        return grouped_linear(grad, wide.to(grad.dtype).transpose(1, 2).contiguous(), offsets)
+        with torch.autocast(grad.device.type, enabled=False):  # a backward pass may run where autocast is on
+            return grouped_linear(grad, wide.to(grad.dtype).transpose(1, 2).contiguous(), offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

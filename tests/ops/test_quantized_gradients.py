@@ -297,3 +297,13 @@ def test_raw_calls_refuse_bytes_of_another_shape():
     ):
         with pytest.raises(ValueError, match=f"quantized_linear: {match}"):
             raw(grad, packed, offsets_of([1, 2]), bits, inputs)
+
+
+@BACKENDS
+def test_a_backward_pass_inside_autocast_keeps_the_dtype(backend):
+    weight, x = in_format(normal(1, 37, 45), 8, "int"), normal(5, 45, seed=1).requires_grad_()
+    y = backend.quantized_linear(x, weight, None)
+    expected = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y, x, torch.ones_like(y))[0]
+    assert_same_bits(found, expected, "inside autocast")
