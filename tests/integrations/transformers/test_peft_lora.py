@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pymoe.integrations.transformers  # noqa: F401
-from pymoe.integrations.transformers import adapters, enable, peft_layers
+from pymoe.integrations.transformers import adapters, enable, peft_layers, sharded
 
 peft = pytest.importorskip("peft")
 
@@ -322,6 +322,34 @@ def test_an_error_of_the_experts_is_the_one_that_is_seen():
     with pytest.raises(ArithmeticError):
         logits(model)
     assert adapters.take(experts) == {}
+
+
+def test_a_call_during_another_one_is_refused():
+    """Two threads would take each other's adapters, and one would compute without any."""
+    model = adapt(build("olmoe"))
+    experts = model.get_submodule("base_model.model.model.layers.1.mlp.experts").get_base_layer()
+    computed = experts.forward
+
+    def forward(*arguments):
+        y = computed(*arguments)
+        with adapters.lend(experts, "down_proj", []), pytest.raises(RuntimeError, match=r"one call of experts .* at a"):
+            logits(model)
+        return y
+
+    expected = logits(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "forward", forward)
+        with pytest.raises(RuntimeError, match="did not"):  # of the call that this test pretends
+            logits(model)
+    assert_equal(logits(model), expected)
+
+
+def test_experts_on_several_ranks_are_refused():
+    model = adapt(build("olmoe"))
+    experts = model.get_submodule("base_model.model.model.layers.1.mlp.experts").get_base_layer()
+    experts.described = sharded.stacked_experts(experts)  # as pymoe.ep.shard leaves it
+    with pytest.raises(ValueError, match=r"LoRA: expected experts that are on one rank, got OlmoeExperts"):
+        logits(model)
 
 
 # The imports.
