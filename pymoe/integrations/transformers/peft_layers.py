@@ -84,9 +84,9 @@ def change(module: Any) -> None:
             stacklevel=2,
         )
         return
-    if getattr(module.LoraModel, "_changed_by_pymoe", False):
+    if getattr(module.LoraModel, "changed_by_pymoe", False):
         return
-    module.LoraModel._changed_by_pymoe = True
+    module.LoraModel.changed_by_pymoe = True
     _change_wrapper(module.ParamWrapper)
     _change_model(module.LoraModel, _dense_layer(module))
 
