@@ -53,10 +53,10 @@ def test_every_product_is_measured(tmp_path):
     arguments = ["--rows", "2", "40", "--isas", "baseline", "--rounds", "1", "--weights", "int8|in, out"]
     records = run("products", tmp_path, *arguments)["records"]
     levels = {("bf16 (in, out)", rows): {"baseline", "torch.mm"} for rows in (2, 40)}
-    levels |= {("int8", rows): {"baseline"} for rows in (2, 40)}
+    levels |= {(kind, rows): {"baseline"} for kind in ("int8", "int8 gradient") for rows in (2, 40)}
     assert {(one["kind"], one["rows"]): set(one["seconds"]) for one in records} == levels
     assert all(spread["median"] > 0 for one in records for spread in one["seconds"].values())
-    assert (tmp_path / "products.md").read_text().count(" GB/s |") == 3  # the lines of 2 rows
+    assert (tmp_path / "products.md").read_text().count(" GB/s |") == 4  # the lines of 2 rows
 
 
 @pytest.mark.slow
