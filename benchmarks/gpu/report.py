@@ -108,7 +108,7 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
         tests("tests_operators", "operators against their references", device, machine, folder, 75, 170),
         tests("tests_layers", "gradients, compiled operators, layers, graphs", device, machine, folder, 50, 120),
         Stage("sanitizer", "compute-sanitizer over a small grid of calls",
-              [*sanitizer, "--seconds", SECONDS if gpu else "60"], 60, 110, after=("build",),
+              [*sanitizer, "--seconds", SECONDS if gpu else "120"], 60, 110, after=("build",),
               missing=no_nvcc or no_sanitizer),
         measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 30, 50),
         measurement("layer", "forward and backward: eager, in a graph, with torch alone", device, folder, 30, 60),
