@@ -69,15 +69,17 @@ TEST_CASE("combine: the emulated kernel gives the CPU twin's bits") {
       Buffer<T> expected(shape.tokens * shape.hidden), out(shape.tokens * shape.hidden, shape.shift);
       const void* const given = random.chance(0.8) ? weights.data() : nullptr;
       const RandomBiases<T> biases(random, slots.used[0], shape.hidden, random.chance(0.8) ? shape.shift : 1);
-      CombineArguments a{
-          {y.data(), slots.slot.data(), given, shape.tokens, shape.choices, rows, shape.hidden, dtype_of<T>()},
-          expected.data()};
-      if (random.chance(0.5)) a.biases = biases.of();
-      cpu::combine(a);
-      a.out = out.data();
-      cuda::combine(a, nullptr);
-      CHECK(same_values(out, expected));
-      CHECK(out.intact());
+      for (const ExpertBiases& added : {ExpertBiases{}, biases.of()}) {
+        CombineArguments a{
+            {y.data(), slots.slot.data(), given, shape.tokens, shape.choices, rows, shape.hidden, dtype_of<T>()},
+            expected.data()};
+        a.biases = added;
+        cpu::combine(a);
+        a.out = out.data();
+        cuda::combine(a, nullptr);
+        CHECK(same_values(out, expected));
+        CHECK(out.intact());
+      }
     });
   });
 }
