@@ -71,7 +71,11 @@ def test_bits_for_weights_that_are_decoded_in_several_parts(form, dtype):
 @pytest.mark.thinned(usual=1)
 @DTYPES
 def test_native_gradients_equal_the_references(dtype):
-    """Those of rows and biases, for every fifth finite sample, within the tolerance of grouped_linear."""
+    """Those of rows and biases, for every fifth finite sample, within the tolerance of grouped_linear.
+
+    Stored weights may be hundreds, so that sums cancel; the tolerance is then one of the largest gradient.
+    """
+    rtol, atol = OPERATORS["grouped_linear"].tolerances[dtype]
     for sample in list(samples_of(SPECS[0], dtype))[::5]:
         if (leaves := with_grad(sample)) is not None:
             (_, found), (_, expected) = (
@@ -79,7 +83,8 @@ def test_native_gradients_equal_the_references(dtype):
                 gradients(pymoe.reference.quantized_linear, leaves),
             )
             for got, wanted in zip(found, expected, strict=True):
-                assert_close(got, wanted, OPERATORS["grouped_linear"].tolerances[dtype], sample.name)
+                largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+                assert_close(got, wanted, (rtol, max(atol, rtol * largest)), sample.name)
 
 
 @BACKENDS
