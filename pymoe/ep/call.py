@@ -41,11 +41,11 @@ class ShardedLayer(nn.Module):
     (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
     gradients are wrong if ranks run the backward passes of several calls in different orders.
 
-    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read that unless rows
+    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read this unless rows
     travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
     :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
-    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So let a process
-    end that has raised.
+    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So a process that
+    has raised should end.
 
     It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
@@ -58,7 +58,7 @@ class ShardedLayer(nn.Module):
     """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
     first call, and with ``transport="padded"``."""
     notes: LocalTensors
-    """Notes of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
+    """Records of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
     ``transport="padded"`` uses them."""
     _loads: list[list[int]] | Tensor | None = None
 
@@ -116,7 +116,7 @@ class ExpertCall:
         Args:
             rows_TH: (T, H), the tokens as they will travel.
             gate: their choice of experts.
-            capacity_factor: of the layer, or None.
+            capacity_factor: the layer's capacity factor, or None.
             options: all other options on which rows and gradients depend, as alternating names and values.
 
         Returns:
@@ -188,8 +188,8 @@ def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_T
     them waiting, and a rank without experts would not notice a mistake that all ranks have made.
 
     Args:
-        sharding: of the layer.
-        experts: of this rank.
+        sharding: the layer's sharding.
+        experts: the experts of this rank.
         shared: experts that every rank has, or None.
         rows_TH: (T, H), the tokens as they will travel.
 
@@ -211,7 +211,8 @@ def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_T
 
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
-        return  # outside of calls FSDP keeps the parameters cut once more and in a wider dtype: nothing to compare
+        # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
+        return
     for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:
