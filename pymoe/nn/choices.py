@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pymoe._common.types import Gate
 from pymoe.nn.expert_load import load_of
-from pymoe.nn.moe import MoE
+from pymoe.nn.moe import MoE, moe_layers
 from pymoe.reference.gate_topk import weights_of
 
 
@@ -58,9 +58,7 @@ def choosing_layers(function: str, model: nn.Module) -> dict[str, ChoosingLayer]
     Raises:
         ValueError: the model has none, or some whose choice cannot be seen.
     """
-    found: dict[str, ChoosingLayer] = {
-        name or "moe": _LayerOfPymoe(layer) for name, layer in model.named_modules() if isinstance(layer, MoE)
-    }
+    found: dict[str, ChoosingLayer] = {name: _LayerOfPymoe(layer) for name, layer in moe_layers(model).items()}
     for find in finders:
         found.update(find(function, model))
     if not found:
@@ -83,10 +81,10 @@ class _LayerOfPymoe:
         return self.layer.router.register_forward_hook(lambda router, inputs, output: keep(output[0].experts))
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
-        return _Replaced(self.layer, choice_TK, used)
+        return _ReplacedGate(self.layer, choice_TK, used)
 
 
-class _Replaced:
+class _ReplacedGate:
     """Replaces the choice of a router of pymoe until it is removed."""
 
     def __init__(self, layer: MoE, choice_TK: Tensor, used: Callable[[Tensor], None]) -> None:

@@ -487,6 +487,11 @@ class MoE(nn.Module):
         return None
 
 
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """Return the layers of a model by their names within it; a model that is a layer itself is called "moe"."""
+    return {name or "moe": module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
 def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backend) -> RouterLosses:
     return operators(backend).router_losses(logits_TE, load, score=score)  # type: ignore[no-any-return]
 

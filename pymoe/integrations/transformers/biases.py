@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ModeAround, router_of
-from pymoe.integrations.transformers.routing import Attached, attach, choice_of, device_of, sparse_experts
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, device_of, required_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
 from pymoe.nn.options import check_number
@@ -69,7 +69,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
     all experts, as those that first choose groups of experts, and :class:`RuntimeError` in code that is compiled.
     """
     check_number("add_expert_biases", "rate", rate, above=0)
-    found = sparse_experts("add_expert_biases", model)
+    found = required_experts("add_expert_biases", model)
     if any(hasattr(experts, ADDED) for experts in found.values()):
         raise ValueError("add_expert_biases: expected a model without added biases, got one that has them")
     blocks = {name: model.get_submodule(name.rpartition(".")[0]) for name in found if "." in name}
@@ -86,11 +86,6 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
                 f"add_expert_biases: expected experts in a block with a router called {' or '.join(ROUTERS)}, got "
                 f"{name} in {type(blocks.get(name, model)).__name__}"
             )
-    if not balanced:
-        raise ValueError(
-            "add_expert_biases: expected a model with experts behind transformers' interface, got "
-            f"{type(model).__name__} with none"
-        )
     attached = Attached()
     for name, bias in balanced.items():
         experts = found[name]

@@ -126,8 +126,6 @@ class _Around:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         forward = self.before or type(self.router).forward.__get__(self.router)
-        for part in self.parts:
-            part.last = None
         with ExitStack() as stack:
             modes = [(part, stack.enter_context(part.make())) for part in self.parts]
             result = forward(*arguments, **named)

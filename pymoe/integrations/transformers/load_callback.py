@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers.interface import trainer_callback
 from pymoe.integrations.transformers.routing import Attached, count_expert_load, sparse_experts
-from pymoe.nn import MoE, expert_load
+from pymoe.nn import expert_load
 from pymoe.nn.load_picture import draw_expert_load
+from pymoe.nn.moe import moe_layers
 from pymoe.nn.router import summed_over_ranks
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ class LoadCallback(TrainerCallback):
         """Add the load of the step's last micro-batch."""
         model: nn.Module = self.trainer.model
         _add(self._load, expert_load(model))
-        layers = {name or "moe": layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
-        _add(self._dropped, {name: layer.stats.dropped for name, layer in layers.items()})
+        _add(self._dropped, {name: layer.stats.dropped for name, layer in moe_layers(model).items()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         """Log the load next to the loss of the same steps."""

@@ -42,10 +42,10 @@ class _Layer:
         return self.experts.register_forward_pre_hook(see)
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
-        return _Replaced(self, choice_TK, used)
+        return _ReplacedChoice(self, choice_TK, used)
 
 
-class _Replaced:
+class _ReplacedChoice:
     """Replaces the choice of a router until it is removed."""
 
     def __init__(self, layer: _Layer, choice_TK: Tensor, used: Callable[[Tensor], None]) -> None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pymoe._common.types import Gate, Score
 from pymoe.integrations.transformers.choosing import ROUTERS, ModeAround, router_of
-from pymoe.integrations.transformers.routing import Attached, attach, choice_of, sparse_experts
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, required_experts
 from pymoe.nn.expert_load import load_of
 from pymoe.nn.losses import AuxiliaryLosses
 
@@ -77,12 +77,7 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
     A forward in training raises :class:`ValueError` if a router takes scores of something else than a product, such as
     logits that it has masked or capped, or other scores; and :class:`RuntimeError` in code that is compiled.
     """
-    found = sparse_experts("add_router_losses", model)
-    if not found:
-        raise ValueError(
-            "add_router_losses: expected a model with experts behind transformers' interface, got "
-            f"{type(model).__name__} with none"
-        )
+    found = required_experts("add_router_losses", model)
     if aux_loss_coef == z_loss_coef == 0:
         raise ValueError("add_router_losses: expected aux_loss_coef or z_loss_coef greater than 0, got 0 for both")
     if any(hasattr(experts, ADDED) for experts in found.values()):

@@ -74,6 +74,17 @@ def sparse_experts(function: str, model: nn.Module) -> dict[str, Any]:
     return {name or "experts": module for name, module in model.named_modules() if interface.is_behind(module)}
 
 
+def required_experts(function: str, model: nn.Module) -> dict[str, Any]:
+    """Return what :func:`sparse_experts` returns, and raise :class:`ValueError` if there are no such modules."""
+    found = sparse_experts(function, model)
+    if not found:
+        raise ValueError(
+            f"{function}: expected a model with experts behind transformers' interface, got {type(model).__name__} "
+            "with none"
+        )
+    return found
+
+
 def device_of(experts: nn.Module) -> torch.device:
     """Return the device of experts; quantised ones may have buffers and no parameters."""
     return next(chain(experts.parameters(), experts.buffers())).device
@@ -122,14 +133,8 @@ def count_expert_load(model: nn.Module) -> Attached:
         TypeError: ``model`` is not a module.
         ValueError: the model has no experts behind the interface, or others.
     """
-    found = sparse_experts("count_expert_load", model)
-    if not found:
-        raise ValueError(
-            f"count_expert_load: expected a model with experts behind transformers' interface, got "
-            f"{type(model).__name__} with none"
-        )
     attached = Attached()
-    for experts in found.values():
+    for experts in required_experts("count_expert_load", model).values():
         if not hasattr(experts, COUNTED):
             counted = CountedLoad(experts.num_experts, device_of(experts))
             attach(attached, experts, COUNTED, counted, experts.register_forward_pre_hook(partial(_count, counted)))
