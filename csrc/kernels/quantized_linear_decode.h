@@ -58,12 +58,11 @@ void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t out
   if constexpr (is_fused(kFormat)) {
     constexpr int kVectors = 4;
     using Stored = StoredCodes<kFormat, kVectors>;
-    constexpr int64_t kStep = Stored::kRun < kQuantizedGroup ? Stored::kRun : kQuantizedGroup;
     for (int64_t output = 0; output < outputs; output += kVectors * kWidth) {
       Stored stored({tile, output, nullptr});
-      for (int64_t begin = first; begin < last; begin += kStep) {
-        const int64_t run = begin / Stored::kRun * Stored::kRun;
-        const int64_t end = last - begin < kStep ? last : begin + kStep;
+      for (int64_t begin = first, end = first; begin < last; begin = end) {
+        const int64_t run = begin / Stored::kRun * Stored::kRun;  // `first` may lie inside a run
+        end = last - run < Stored::kRun ? last : run + Stored::kRun;
         const auto* scales = reinterpret_cast<const float*>(tile + fused_begin(kFormat, run)) + output;  // of fp8
         stored.begin_run(run);
         for (int64_t input = begin; input < end; input += Stored::kInputs) {

@@ -69,8 +69,7 @@ Tensor expert_activation_backward(const Tensor& grad, const Tensor& h, int64_t k
 
 PYMOE_OPERATOR("expert_activation", forward,
                "(Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool interleaved=False, "
-               "Tensor? bias=None, "
-               "Tensor? offsets=None) -> Tensor")
+               "Tensor? bias=None, Tensor? offsets=None) -> Tensor")
 PYMOE_OPERATOR("expert_activation_backward", expert_activation_backward,
                "(Tensor grad, Tensor h, int kind, float limit=0., float alpha=1., float up_offset=0., bool "
                "interleaved=False, Tensor? bias=None, Tensor? offsets=None) -> Tensor")

@@ -36,10 +36,12 @@ struct Call {
   const int32_t* bounds() const { return offsets == nullptr ? all : offsets; }
 };
 
-// Checks all arguments but the bias. `rows` is x, (..., H), or its gradient's counterpart, (..., N); `columns` is the
-// number of columns of the result.
-Call checked(const char* argument, const char* size, const Tensor& rows, const Tensor& packed, const Tensor* offsets,
-             int64_t number, const char* other, int64_t columns, bool is_forward) {
+// Checks all arguments except the bias. `rows` is x, (..., H), or, unless is_forward, the gradient of the result,
+// (..., N); `columns` is the number of columns of what is computed.
+Call checked(bool is_forward, const Tensor& rows, const Tensor& packed, const Tensor* offsets, int64_t number,
+             int64_t columns) {
+  const char *argument = is_forward ? "x" : "grad", *size = is_forward ? "H" : "N";
+  const char* other = is_forward ? "output_features" : "input_features";
   Call call{};
   call.dtype = floating_dtype(kName, argument, rows);
   require(call.dtype != DType::kFloat64, kName, argument, " must have dtype float32, bfloat16 or float16, got double");
@@ -69,7 +71,7 @@ Call checked(const char* argument, const char* size, const Tensor& rows, const T
 
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor* offsets, const std::optional<Tensor>& bias,
                         int64_t number, int64_t output_features, const Tensor* used) {
-  const Call call = checked("x", "H", x, packed, offsets, number, "output_features", output_features, true);
+  const Call call = checked(true, x, packed, offsets, number, output_features);
   const int64_t inputs = x.size(x.dim() - 1);
   if (bias) require_tensor(kName, "bias", *bias, x.scalar_type(), {call.experts, output_features}, x);
   Tensor y = offsets == nullptr ? empty({call.shape.data(), call.shape.size()}, x.scalar_type(), x)
@@ -90,8 +92,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
 
 Tensor input_grad(const Tensor& grad, const Tensor& packed, const std::optional<Tensor>& offsets, int64_t number,
                   int64_t input_features) {
-  const Call call = checked("grad", "N", grad, packed, offsets ? &*offsets : nullptr, number, "input_features",
-                            input_features, false);
+  const Call call = checked(false, grad, packed, offsets ? &*offsets : nullptr, number, input_features);
   Tensor input_grad = empty({call.shape.data(), call.shape.size()}, grad.scalar_type(), grad);
   cpu::quantized_linear_input_grad({grad.const_data_ptr(), static_cast<const uint8_t*>(packed.const_data_ptr()),
                                     call.bounds(), input_grad.mutable_data_ptr(), call.rows, input_features,
