@@ -49,7 +49,8 @@ class use_products_of:
     While a package is chosen, products on CUDA must be those that it takes. The others raise: other dtypes than
     bfloat16, biases, rows in a given order, features that are no multiple of 8, weights that are neither contiguous nor
     a transposed view of contiguous ones, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
-    DeepGEMM a second GPU in one process, because its kernels belong to one.
+    DeepGEMM a second GPU in one process, because its kernels belong to one. On compute capability 9.0 and 10.0 layers
+    hand over no biases: the operators after the products add them, as after torch's product.
 
     Calling it sets the choice of the process; as a context manager it restores the former choice at the end. A backward
     pass follows the choice at its own time or, in a graph of ``torch.compile``, that at the time of its forward pass.
