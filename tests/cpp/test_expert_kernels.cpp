@@ -7,6 +7,7 @@
 #include "kernels/expert_activation.h"
 #include "kernels/grouped_linear.h"
 #include "same_on_threads.h"
+#include "worst_error.h"
 
 using namespace pymoe;
 using namespace pymoe::test;
@@ -31,7 +32,7 @@ void check_activation(Activation kind, int64_t rows, int64_t features) {
       if (kind == Activation::kSwiglu) {
         expected = x / (1 + std::exp(-x)) * to_accumulate(h[static_cast<size_t>(r * width + features + f)]);
       }
-      worst = std::fmax(worst, std::fabs(to_accumulate(out[r * features + f]) - expected) / (1 + std::fabs(expected)));
+      worst = larger(worst, std::fabs(to_accumulate(out[r * features + f]) - expected) / (1 + std::fabs(expected)));
     }
   }
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-5));
@@ -59,26 +60,14 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t input, int
         cpu::grouped_linear(
             {common(result), {x.data(), input, 1}, weight_view, output * input, {bias.data(), output, 1}});
       });
-  double worst = 0;  // error divided by the sum of the terms' magnitudes, to which rounding errors are proportional
-  int64_t expert = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    while (expert < experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
-    for (int64_t n = 0; n < output; ++n) {
-      double expected = 0, size = 1;
-      if (expert < experts) {
-        expected = to_accumulate(bias[static_cast<size_t>(expert * output + n)]);
-        for (int64_t h = 0; h < input; ++h) {
-          const double term =
-              static_cast<double>(to_accumulate(x[static_cast<size_t>(r * input + h)])) *
-              to_accumulate(weight[static_cast<size_t>(expert * output * input + n * weight_view.row_stride +
-                                                       h * weight_view.column_stride)]);
-          expected += term;
-          size += std::fabs(term);
-        }
-      }
-      worst = std::fmax(worst, std::fabs(to_accumulate(y[r * output + n]) - expected) / size);
+  const double worst = worst_error(y, offsets, rows, output, [&](int64_t r, int64_t expert, int64_t n, auto add) {
+    for (int64_t h = 0; h < input; ++h) {
+      add(static_cast<double>(to_accumulate(x[static_cast<size_t>(r * input + h)])) *
+          to_accumulate(weight[static_cast<size_t>(expert * output * input + n * weight_view.row_stride +
+                                                   h * weight_view.column_stride)]));
     }
-  }
+    return to_accumulate(bias[static_cast<size_t>(expert * output + n)]);
+  });
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : sizeof(T) == 4 ? 2e-6 : 1e-14));
   same_on_threads(
       [&] { return std::tuple(Buffer<T>(experts * output * input), Buffer<T>(experts * output)); },

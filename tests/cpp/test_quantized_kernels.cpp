@@ -8,6 +8,7 @@
 #include "kernels/quantized_linear.h"
 #include "kernels/quantized_weight.h"
 #include "same_on_threads.h"
+#include "worst_error.h"
 
 using namespace pymoe;
 using namespace pymoe::test;
@@ -38,14 +39,14 @@ Buffer<uint8_t> packed(const std::vector<T>& weight, Sizes s, WeightFormat forma
   return std::move(result);
 }
 
-// Returns weights in an affine format with random codes, whose scales and offsets are all 0.5.
-Buffer<uint8_t> affine_packed(Sizes s, WeightFormat format) {
+// Returns weights in an affine or symmetric format with random codes, whose scales and offsets are all 0.5.
+Buffer<uint8_t> stored_packed(Sizes s, WeightFormat format) {
   const int64_t tile_bytes = quantized_tile_bytes(format, s.inputs);
   Buffer<uint8_t> bytes(s.experts * quantized_tiles(s.outputs) * tile_bytes);
   const auto random = random_values<float>(bytes.size(), 4);
   for (int64_t i = 0; i < bytes.size(); ++i)
     bytes.data()[i] = static_cast<uint8_t>(500 * random[static_cast<size_t>(i)]);
-  const std::vector<float> halves(2 * kQuantizedTile, 0.5f);
+  const std::vector<float> halves(static_cast<size_t>(fused_head_bytes(format)) / sizeof(float), 0.5f);
   for (int64_t tile = 0; tile < bytes.size(); tile += tile_bytes) {
     for (int64_t input = 0; input < s.inputs; input += fused_run(format)) {
       memcpy(bytes.data() + tile + fused_begin(format, input), halves.data(), halves.size() * sizeof(float));
@@ -75,10 +76,11 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
         exponent == 0 ? std::ldexp(code & 7, -9) : std::ldexp(8 + (code & 7), exponent - 10);  // no NaN is expected
     return (code < 128 ? size : -size) * static_cast<double>(scale);
   }
-  if (is_affine(format)) {
+  if (is_fused(format)) {
     const int64_t in_run = input % fused_run(format);
     const uint8_t* codes = tile + fused_begin(format, input) + fused_head_bytes(format);
-    const int both = codes[(format == kAffine8 ? in_run : in_run / 2) * kQuantizedTile + lane];
+    const uint8_t both = codes[(format == kAffine4 ? in_run / 2 : in_run) * kQuantizedTile + lane];
+    if (format == kSymmetric8) return 0.5 * static_cast<int8_t>(both);
     return 0.5 * (format == kAffine8 ? both : in_run % 2 == 0 ? both & 15 : both >> 4) + 0.5;
   }
   const int64_t number = input / kQuantizedGroup;
@@ -118,7 +120,7 @@ void check_weight(Sizes s, WeightFormat format) {
   for (int64_t i = 0; i < static_cast<int64_t>(weight.size()); ++i) {
     const double came_back =
         weight_at(bytes, s, format, i / (s.outputs * s.inputs), i / s.inputs % s.outputs, i % s.inputs);
-    worst = std::fmax(worst, std::fabs(came_back - to_accumulate(weight[static_cast<size_t>(i)])));
+    worst = larger(worst, std::fabs(came_back - to_accumulate(weight[static_cast<size_t>(i)])));
   }
   CHECK(worst <= (format == kInt8   ? 4.0 / 127 / 2 * 1.01
                   : format == kInt4 ? 10.0 / 15
@@ -139,24 +141,12 @@ void check_linear(std::vector<int32_t> offsets, int64_t rows, int64_t inputs, in
                                                inputs, outputs, s.experts, format, dtype_of<T>(), workspace.data()});
                         CHECK(workspace.intact());
                       });
-  double worst = 0;  // error divided by the sum of the terms' magnitudes
-  int64_t expert = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    while (expert < s.experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
-    for (int64_t n = 0; n < outputs; ++n) {
-      double expected = 0, size = 1;
-      if (expert < s.experts) {
-        expected = to_accumulate(bias[static_cast<size_t>(expert * outputs + n)]);
-        for (int64_t h = 0; h < inputs; ++h) {
-          const double term =
-              to_accumulate(x[static_cast<size_t>(r * inputs + h)]) * weight_at(bytes, s, format, expert, n, h);
-          expected += term;
-          size += std::fabs(term);
-        }
-      }
-      worst = std::fmax(worst, std::fabs(to_accumulate(y[r * outputs + n]) - expected) / size);
+  const double worst = worst_error(y, offsets, rows, outputs, [&](int64_t r, int64_t expert, int64_t n, auto add) {
+    for (int64_t h = 0; h < inputs; ++h) {
+      add(to_accumulate(x[static_cast<size_t>(r * inputs + h)]) * weight_at(bytes, s, format, expert, n, h));
     }
-  }
+    return to_accumulate(bias[static_cast<size_t>(expert * outputs + n)]);
+  });
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-4));
 }
 
@@ -166,29 +156,21 @@ void check_input_grad(std::vector<int32_t> offsets, int64_t rows, int64_t inputs
   const Sizes s{static_cast<int64_t>(offsets.size()) - 1, outputs, inputs};
   auto grad = random_values<T>(rows * outputs, 1);
   for (int64_t i = offsets.back() * outputs; i < rows * outputs; ++i) grad[static_cast<size_t>(i)] = round_to<T>(NAN);
-  const auto bytes = is_affine(format) ? affine_packed(s, format)
-                                       : packed(random_values<float>(s.experts * outputs * inputs, 2), s, format);
+  const auto bytes = is_fused(format) && format != kFp8
+                         ? stored_packed(s, format)
+                         : packed(random_values<float>(s.experts * outputs * inputs, 2), s, format);
   const auto [dx] =
       same_on_threads([&] { return std::tuple(Buffer<T>(rows * inputs)); },
                       [&](auto& out) {
                         cpu::quantized_linear_input_grad({grad.data(), bytes.data(), offsets.data(), out.data(), rows,
                                                           inputs, outputs, s.experts, format, dtype_of<T>()});
                       });
-  double worst = 0;  // error divided by the sum of the terms' magnitudes
-  int64_t expert = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    while (expert < s.experts && r >= offsets[static_cast<size_t>(expert + 1)]) ++expert;
-    for (int64_t h = 0; h < inputs; ++h) {
-      double expected = 0, size = expert < s.experts ? 1 : 1e-9;
-      for (int64_t n = 0; expert < s.experts && n < outputs; ++n) {
-        const double term =
-            to_accumulate(grad[static_cast<size_t>(r * outputs + n)]) * weight_at(bytes, s, format, expert, n, h);
-        expected += term;
-        size += std::fabs(term);
-      }
-      worst = std::fmax(worst, std::fabs(to_accumulate(dx[r * inputs + h]) - expected) / size);
+  const double worst = worst_error(dx, offsets, rows, inputs, [&](int64_t r, int64_t expert, int64_t h, auto add) {
+    for (int64_t n = 0; n < outputs; ++n) {
+      add(to_accumulate(grad[static_cast<size_t>(r * outputs + n)]) * weight_at(bytes, s, format, expert, n, h));
     }
-  }
+    return 0.0;
+  });
   CHECK(worst < (sizeof(T) == 2 ? 1e-2 : 1e-5));
 }
 
@@ -243,7 +225,7 @@ TEST_CASE("quantized_linear refuses offsets that do not cut the rows") {
 }
 
 TEST_CASE("quantized_linear_input_grad, with empty experts and unused rows") {
-  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8, kAffine8, kAffine4}) {
+  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8, kAffine8, kAffine4, kSymmetric8}) {
     check_input_grad<float>({0, 10, 10, 70, 71}, 80, 37, 19, format);
     check_input_grad<BFloat16>({0, 0, 64, 165}, 170, 130, 65, format);
     check_input_grad<Float16>({0, 3, 9}, 9, 290, 64, format);
