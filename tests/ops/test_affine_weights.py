@@ -5,6 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 from specs.comparison import assert_same_bits
+from specs.quantized_linear import check_products_with_one_input
 
 import pymoe
 from pymoe.bench.operators import offsets_of
@@ -140,15 +141,8 @@ def test_products_with_one_input_are_the_weights(backend, rows, flush, bits):
     scales, offsets = (part * 2.0 ** torch.linspace(-146, 30, 70)[:, None] for part in (scales, offsets))
     weight = backend.pack_weight(codes, scales, offsets, bits)
     weights = backend.dequantize_weight(weight)[0]
-    for place in (0, 3, 31, 32, 127, 128, 159):
-        x = torch.zeros(rows, 160)
-        x[:, place] = 1
-        torch.set_flush_denormal(flush and backend is pymoe.ops)
-        try:
-            y = backend.quantized_linear(x, weight, offsets_of([rows]))
-        finally:
-            torch.set_flush_denormal(False)
-        assert_same_bits(y, (weights[:, place] + 0.0).expand(rows, 70), f"input {place}")
+    places = 0, 3, 31, 32, 127, 128, 159
+    check_products_with_one_input(backend, weight, weights, rows, places, flush and backend is pymoe.ops)
 
 
 @BACKENDS

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from pymoe import reference
 from pymoe._common.contracts import QUANTIZED_FLOATING
-from pymoe._common.types import number_of
+from pymoe._common.types import QuantizedWeight, number_of
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import offsets_of, random_counts
 from specs import ErrorInput, RawCall, grouped_linear, specify
+from specs.comparison import assert_same_bits
 from specs.quantized_weight import (
     EVERY_FORMAT,
     every_stored,
@@ -23,6 +25,31 @@ from specs.quantized_weight import (
 from specs.samples import expanded, layouts, special_values, sprinkled
 
 SIZES = ((1, 1), (1, 9), (9, 1), (64, 32), (65, 33), (63, 129), (64, 128), (130, 257), (20, 600))
+
+
+def check_products_with_one_input(
+    operators: ModuleType, weight: QuantizedWeight, weights: Tensor, rows: int, places: Iterable[int], flush: bool
+) -> None:
+    """Check that products with a 1 at one input, and zeros at the others, are the weights of this input, bit for bit.
+
+    Args:
+        operators: the backend.
+        weight: packed, of one expert.
+        weights: (N, H), its values.
+        rows: number of rows, all alike.
+        places: the inputs.
+        flush: let the thread flush subnormal numbers.
+    """
+    for place in places:
+        x = torch.zeros(rows, weight.input_features)
+        x[:, place] = 1
+        torch.set_flush_denormal(flush)
+        try:
+            y = operators.quantized_linear(x, weight, offsets_of([rows]))
+        finally:
+            torch.set_flush_denormal(False)
+        expected = weights[:, place] + 0.0  # a sum has no negative zero
+        assert_same_bits(y, expected.expand(rows, weight.output_features), f"input {place}")
 
 
 def _sample(
