@@ -364,6 +364,10 @@ def refused(rank, world, what):
         ep.shard(model, dist.group.WORLD)
         x, index, weights, _ = inputs(experts, world)[0]
         return told(experts, x, index + EXPERTS * (rank == WRONG), weights)
+    elif what == "activation":
+        ep.shard(model, dist.group.WORLD)
+        experts.act_fn = torch.nn.GELU() if rank == WRONG else torch.nn.SiLU()
+        return told(experts, *inputs(experts, world)[rank][:3])
     elif what == "width":
         ep.shard(model, dist.group.WORLD)
         x, index, weights, _ = inputs(experts, world)[0]

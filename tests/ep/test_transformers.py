@@ -157,6 +157,7 @@ def test_what_cannot_be_spread_is_refused(ranks, what, kind, text):
     ("what", "kind", "text"),
     [
         ("index", "IndexError", "experts must lie in [0, E) (E = 8), got "),
+        ("activation", "GroupError", "must agree on the options of its router, experts and"),
         ("width", "ValueError", "hidden_states must have size 48 (H of the experts)"),
         ("frozen", "GroupError", "which parameters of its experts need gradients"),
         ("another model", "GroupError", "all ranks of the group must have the same layer 'experts', got options"),

@@ -155,6 +155,16 @@ def test_several_forwards_are_joined_along_sequences():
     assert choices(replayed) == choices(whole)
 
 
+def test_a_model_that_is_a_layer_is_called_moe():
+    torch.manual_seed(0)
+    layer, x = MoE(16, 8, 4, 2), torch.randn(5, 16)
+    with record_routing(layer) as routes:
+        y = layer(x)
+    assert routes.experts == {"moe": 4}
+    with replay_routing(layer, routes):
+        assert torch.equal(layer(x), y)
+
+
 def test_what_does_not_fit_is_refused():
     model = Model()
     ids = ids_of()

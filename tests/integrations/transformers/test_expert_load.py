@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pymoe.ep.simulate import LoadRecorder
 from pymoe.integrations.transformers import LoadCallback, count_expert_load
 from pymoe.integrations.transformers.interface import is_behind
 from pymoe.nn import MoE, expert_load
+from pymoe.nn.expert_load import load_of
 
 MODELS = sorted({one.model for one in experts_classes()})
 EXPERTS = 8
@@ -42,6 +44,10 @@ def seen_choices(model):
 
 def numbers(load):
     return {name: one.tolist() for name, one in load.items()}
+
+
+def test_numbers_past_the_experts_are_slots_of_none():
+    assert load_of(torch.tensor([[0, 1], [3, 4], [1, 7]]), 4).tolist() == [1, 2, 0, 1]
 
 
 @pytest.mark.thinned(usual=4)
@@ -235,6 +241,17 @@ def test_a_trainer_reports_the_load(tmp_path, other):
             assert log[f"expert_load/{name}/entropy"] == pytest.approx(float(entropy))
             assert f"expert_load/{name}/dropped" not in log
     assert (tmp_path / "pictures" / "experts.png").stat().st_size > 1000
+    assert not any(name.endswith("pymoe_load") for name, _ in model.named_modules())
+
+
+def test_training_again_after_an_interruption_leaves_nothing_behind(tmp_path):
+    """Nothing calls on_train_end of a training that raises, so the next one must end its counting."""
+    model = mixtral()
+    callback = LoadCallback(SimpleNamespace(model=model))
+    callback.on_train_begin(None, None, None)
+    assert any(name.endswith("pymoe_load") for name, _ in model.named_modules())
+    callback.on_train_begin(None, None, None)
+    callback.on_train_end(None, None, None)
     assert not any(name.endswith("pymoe_load") for name, _ in model.named_modules())
 
 
