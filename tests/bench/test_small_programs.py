@@ -95,3 +95,15 @@ def test_both_ways_to_read_mapped_experts_are_measured(tmp_path):
     assert [one["share"] for one in found["shares"]] == [50, 100]
     assert all(one["same"] and one["ratio"]["median"] > 0 for one in found["shares"])
     assert not list(tmp_path.glob("*/*.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_model_that_was_made_layer_by_layer_is_fine_tuned(tmp_path):
+    sizes = ["--model", "tiny-qwen3", "--layers", "2", "--tokens", "32", "--rate", "1e-2"]
+    found = run("finetune_large", tmp_path, *sizes, "--folder", str(tmp_path / "model"))
+    losses = found["trained"]["losses"]
+    assert len(losses) == 20
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    assert found["made"]["written"] < 0.6 * found["made"]["whole"]
+    assert found["trained"]["peak"] > 0
+    assert not (tmp_path / "model").exists()
