@@ -132,10 +132,14 @@ def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
 
 def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
     """Return the parameters of quantised experts, followed by the layout of their weights, or None."""
-    w_in, w_out, b_in, b_out = experts.w_in, experts.w_out, experts.b_in, experts.b_out
+    modules, biases = experts._modules, experts._buffers
+    try:  # as in forward_directly
+        w_in, w_out, b_in, b_out = modules["w_in"], modules["w_out"], biases["b_in"], biases["b_out"]
+    except KeyError:
+        return None
     if not (is_called_plainly(w_in, QuantizedLinear) and is_called_plainly(w_out, QuantizedLinear)):
         return None
-    packed_in, packed_out = w_in.packed, w_out.packed
+    packed_in, packed_out = w_in._buffers.get("packed"), w_out._buffers.get("packed")
     if not (
         w_in.backend == w_out.backend == "native"
         and x.is_cpu

@@ -665,3 +665,18 @@ def test_a_state_with_4_bits_in_the_layout_of_earlier_versions_is_refused(inputs
     weight = layer.quantized_weight._replace(packed=state["packed"])
     with pytest.raises(ValueError, match=r"weight.packed must have size"):
         pymoe.ops.quantized_linear(torch.zeros(1, inputs), weight, torch.tensor([0, 1, 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("place", ["b_in", "b_out"])
+def test_biases_that_have_become_parameters_are_added(place):
+    torch.manual_seed(0)
+    model = nn.Sequential(MoE(64, 48, 4, 2, bias=True)).eval()
+    quantize_experts(model, 8)
+    x, experts = torch.randn(5, 64), model[0].experts
+    bias = torch.randn_like(getattr(experts, place))
+    setattr(experts, place, bias)
+    with torch.no_grad():
+        expected = model(x)
+        delattr(experts, place)
+        experts.register_parameter(place, nn.Parameter(bias))
+        assert torch.equal(model(x), expected)
