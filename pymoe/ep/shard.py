@@ -271,6 +271,11 @@ def _layers_of(model: Any) -> dict[str, MoE]:
                 f"shard: layers must have a plain forward and Experts that nothing is attached to, since both are "
                 f"called in another way when they are sharded, got {name!r} with {lost}; remove it first"
             )
+        if layer.score_before_experts:
+            raise ValueError(
+                f"shard: layers must multiply the outputs of experts by the weights of the choices, since tokens "
+                f"travel as they are, got {name!r} with score_before_experts=True"
+            )
         if layer.experts.w_in.shape[0] != layer.num_experts:
             seen = tuple(layer.experts.w_in.shape)
             raise ValueError(f"shard: {name!r} must have {layer.num_experts} experts, got w_in of shape {seen}")
