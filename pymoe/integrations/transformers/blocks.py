@@ -155,13 +155,16 @@ PLANS: dict[str, Plan] = {
 """The plan of each class of blocks, by the name of the class."""
 
 _SOFTPLUS = "its scores are square roots of softplus, neither a softmax nor a sigmoid"
+_KINDS_OF_EXPERTS = "images have other experts than text"
 _ROUTER_OF_GEMMA = "its router normalises and scales tokens, and every expert has a factor of its weights"
 
 DIFFERENT: dict[str, str] = {
     "AXK1MoE": "it normalises its output",
     "DeepseekV4SparseMoeBlock": _SOFTPLUS + ", and some layers choose experts by the numbers of words",
-    "DiffusionGemmaTextDecoderLayer": _ROUTER_OF_GEMMA,
-    "Ernie4_5_VLMoeMoeBlock": "it has other experts for images than for text",
+    "DiffusionGemmaDecoderTextLayer": _ROUTER_OF_GEMMA,
+    "DiffusionGemmaEncoderTextLayer": _ROUTER_OF_GEMMA,
+    "Ernie4_5_VLMoeMoeBlock": _KINDS_OF_EXPERTS,
+    "Ernie4_5_VLMoeSparseMoeBlock": _KINDS_OF_EXPERTS,
     "Gemma4TextDecoderLayer": _ROUTER_OF_GEMMA,
     "HYV4MoE": "its experts clamp what they multiply, and its shared experts do not",
     "Inkling2SparseMoeBlock": _SOFTPLUS,
