@@ -28,8 +28,8 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
     ``requires_grad``. Outputs agree to rounding in float32. In bfloat16, some of transformers' routers round their
     logits, while this one computes them in float32, so some tokens may choose another expert.
 
-    The layer returns its output alone, in the shape of the tokens. Blocks of GPT-OSS and Llama 4 return a pair, whose
-    second part their models ignore.
+    The layer returns its output alone, in the shape of the tokens. Blocks of GPT-OSS and Llama 4 return a pair, so a
+    layer cannot take their place inside of the model.
 
     Args:
         block: the module that takes the place of a dense feed-forward network in a layer, such as
