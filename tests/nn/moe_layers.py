@@ -61,8 +61,15 @@ OPTIONS = {
     },
 }
 SCORED_BEFORE = {
-    "scored before": {"score": "sigmoid", "renormalize": False, "top_k": 1, "num_shared_experts": 1},
-    "several scored before": {"bias": True, "capacity_factor": 0.75, "aux_loss_coef": 0.5, "top_k": 3},
+    "scored before": {"score_before_experts": True, "score": "sigmoid", "renormalize": False, "top_k": 1},
+    "several scored before": {
+        "score_before_experts": True,
+        "bias": True,
+        "capacity_factor": 0.75,
+        "num_shared_experts": 1,
+        "aux_loss_coef": 0.5,
+        "top_k": 3,
+    },
 }
 """Options of layers that multiply the inputs of experts, which no single native call does."""
 
