@@ -51,7 +51,11 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
     _check_plain(name, block, _OF_BLOCKS)
     for weight in _weights(block, plan):
         checks.floating(f"{name} ({type(block).__name__})", f"experts.{weight}", getattr(block.experts, weight))
-    _check_weights(name, block, [key for one in _parts(block, plan) for key in one.block_keys])
+    parts = _parts(block, plan)
+    keys = [key for one in parts for key in one.block_keys]
+    _check_weights(name, block, keys)
+    if lost := [key for key in block.state_dict() if key not in keys]:
+        raise ValueError(f"{name}: expected a {type(block).__name__} with known weights alone, got {lost[0]!r}")
     options = _options(name, block, plan)
     if plan.bias is not None and not bias_update_rate > 0:
         raise ValueError(
@@ -60,7 +64,6 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
         )
     moe = MoE(**options, bias_update_rate=bias_update_rate if plan.bias else 0.0, device="meta")
     state, shapes = block.state_dict(), _shapes(moe)
-    parts = _parts(block, plan)
     moe.load_state_dict({one.layer_key: one.joined(state, shapes) for one in parts}, assign=True)
     for one in parts:
         _set_requires_grad(moe, [one.layer_key], _requires_grad(block, one.block_keys))

@@ -132,6 +132,11 @@ def output_of(block, x):
     return (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
 
 
+def relative_error(found, expected):
+    """Return the largest difference as a share of the largest value; NaN, which no bound allows, if all are 0."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
 def states_equal(one, other):
     one, other = one.state_dict(), other.state_dict()
     return one.keys() == other.keys() and all(
@@ -155,8 +160,7 @@ def test_a_block_becomes_a_layer_and_comes_back(model, name):
         x = tokens(block, *shape)
         with torch.no_grad():
             expected, found = output_of(block, x), moe(x)
-        error = (found - expected).abs().max() / expected.abs().max()
-        assert error <= 1e-6
+        assert relative_error(found, expected) <= 1e-6
     assert moe.stats.load.gt(0).sum() > moe.top_k, "the tokens choose various experts"
 
     back = to_transformers(moe, type(block), config.get_text_config())
@@ -182,7 +186,7 @@ def test_gradients_are_those_of_the_block(model, name):
     found = {key: parameter.grad for key, parameter in moe.named_parameters()} | {"x": again.grad}
     assert found.keys() == expected.keys()
     for key, gradient in found.items():
-        error = (gradient - expected[key]).abs().max() / expected[key].abs().max()
+        error = relative_error(gradient, expected[key])
         assert error <= 1e-5, f"{key}: {error}"
 
 
@@ -200,8 +204,7 @@ def test_in_bfloat16_a_layer_is_as_close_as_its_rounding_allows(model, name):
     assert found.dtype == torch.bfloat16
     same = (chosen[0] == chosen[1]).all(dim=1)
     assert same.float().mean() >= 0.9
-    error = (found.float() - expected)[same].abs().max() / expected.abs().max()
-    assert error <= 2**-6
+    assert relative_error(found.float()[same], expected[same]) <= 2**-6
 
 
 def test_weights_keep_dtypes_and_are_copies():
@@ -273,6 +276,51 @@ def test_a_bias_that_the_layer_lacks_becomes_zero():
     back = to_transformers(plain, type(block), config)
     assert back.gate.e_score_correction_bias.eq(0).all()
     torch.testing.assert_close(back(tokens(block)).shape, tokens(block).shape)
+
+
+def test_scores_that_are_an_option_of_the_configuration():
+    block, config = block_of("cohere2_moe", "Cohere2MoeSparseMoeBlock")
+    x = tokens(block)
+    for score, norm in (("softmax", False), ("sigmoid", False), ("sigmoid", True)):
+        block.gate.expert_selection_fn, block.gate.norm_topk_prob = score, norm
+        moe = from_transformers(block)
+        assert (moe.router.score, moe.router.renormalize) == (score, norm or score == "softmax")
+        with torch.no_grad():
+            assert relative_error(moe(x), block(x)) <= 1e-6
+    with pytest.raises(ValueError, match="expected a layer with score='softmax', as Cohere2MoeSparseMoeBlock has it"):
+        to_transformers(moe, type(block), config)
+
+    block.shared_expert_combination_strategy = "average"
+    message = "expected a Cohere2MoeSparseMoeBlock with shared_expert_combination_strategy='sum', got 'average'"
+    with pytest.raises(ValueError, match=message):
+        from_transformers(block)
+    config.num_shared_experts = 0
+    config.shared_expert_combination_strategy = "average"  # of no effect now
+    block = type(block)(config).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.3)
+        assert relative_error(from_transformers(block)(x), block(x)) <= 1e-6
+
+
+def test_projections_around_experts_are_refused():
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    _, config = block_of("nemotron_h", "NemotronHMoE")
+    config.moe_latent_size = 24
+    message = r"from_transformers: expected a NemotronHMoE with known weights alone, got 'fc[12]_latent_proj\.weight'"
+    with pytest.raises(ValueError, match=message):
+        from_transformers(NemotronHMoE(config))
+    with pytest.raises(ValueError, match=r"expected a NemotronHMoE with config\.moe_latent_size=None, got 24"):
+        to_transformers(MoE(64, 40, 8, 3), NemotronHMoE, config)
+
+
+def test_a_weight_that_is_not_known_is_refused():
+    """A part that another version of transformers adds to a block would be lost without a word."""
+    block, _ = block_of("qwen3_moe", "Qwen3MoeSparseMoeBlock")
+    block.shared_expert = torch.nn.Linear(64, 64, bias=False)
+    with pytest.raises(ValueError, match="expected a Qwen3MoeSparseMoeBlock with known weights alone, got 'shared_exp"):
+        from_transformers(block)
 
 
 @pytest.mark.parametrize(("model", "name"), REFUSED.items(), ids=REFUSED.keys())
