@@ -257,7 +257,8 @@ class Router(nn.Module):
         Args:
             x_TH: (T, H).
         """
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias: Tensor | None = self.bias
         if x_TH.dtype == weight.dtype in _WIDE and not autocast_enabled(x_TH.device.type):
             bias = None if bias is None else bias.to(x_TH.dtype)
             return linear(x_TH, weight, bias, row_invariant=self.row_invariant)
