@@ -1,5 +1,7 @@
 """The layer computes the same as a token-by-token implementation, with either set of operators."""
 
+import sys
+
 import pytest
 import torch
 from moe_layers import (
@@ -10,6 +12,7 @@ from moe_layers import (
     gradients,
     make_input,
     make_layer,
+    one_by_one,
     run,
     with_backend,
 )
@@ -104,6 +107,19 @@ def test_weights_multiply_the_outputs_of_experts(backend):
     doubled.router.scale = 2.0
     x = make_input(9)
     torch.testing.assert_close(doubled(x), 2.0 * layer(x), rtol=1e-14, atol=0)
+
+
+@pytest.mark.only_on("cpu")
+def test_biases_left_to_the_activation_and_to_combine_are_added_once(monkeypatch):
+    """On some GPUs products leave out the biases; scores before the experts do not multiply them."""
+    layer = make_layer(**SCORED_BEFORE["several scored before"] | {"capacity_factor": None})
+    x = make_input(9)
+    output, expected = run(layer, x)
+    monkeypatch.setattr(sys.modules["pymoe.nn.apply_experts"], "leaves_bias", lambda _: True)
+    with one_by_one():
+        left, found = run(layer, x)
+    torch.testing.assert_close(left, output, rtol=1e-12, atol=1e-13)
+    assert_same(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_capacity_keeps_the_first_tokens_of_an_expert():
