@@ -8,7 +8,7 @@ import torch
 
 from pymoe.integrations.transformers import from_transformers, to_transformers
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS
-from pymoe.nn import MoE, quantize_experts, update_expert_biases
+from pymoe.nn import MoE, load_quantized, quantize_experts, save_quantized, update_expert_biases
 
 MODELS = {
     "afmoe": "AfmoeSparseMoeBlock",
@@ -205,6 +205,33 @@ def test_in_bfloat16_a_layer_is_as_close_as_its_rounding_allows(model, name):
     same = (chosen[0] == chosen[1]).all(dim=1)
     assert same.float().mean() >= 0.9
     assert relative_error(found.float()[same], expected[same]) <= 2**-6
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "nemotron_h", "qwen2_moe"])
+def test_steps_of_training_agree(model):
+    block, _ = block_of(model, MODELS[model])
+    moe = from_transformers(block.train())
+    for one in (block, moe):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
+        for step in range(5):
+            optimizer.zero_grad()
+            output_of(one, tokens(block, step + 2, 7)).square().mean().backward()
+            optimizer.step()
+    state = from_transformers(block).state_dict()
+    for key, tensor in moe.state_dict().items():
+        assert relative_error(tensor, state[key]) <= 1e-5, key
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "nemotron_h", "qwen2_moe"])
+def test_layers_of_blocks_are_quantised_and_saved(model, tmp_path):
+    block, _ = block_of(model, MODELS[model])
+    moe = from_transformers(block)
+    quantize_experts(moe, bits=8)
+    x = tokens(block)
+    save_quantized(moe, tmp_path / "layer.safetensors")
+    with torch.no_grad():
+        assert relative_error(moe(x), output_of(block, x)) <= 0.02
+        assert relative_error(load_quantized(tmp_path / "layer.safetensors")(x), moe(x)) <= 1e-6
 
 
 def test_weights_keep_dtypes_and_are_copies():
