@@ -115,7 +115,8 @@ def shard(
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
             range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, one
-            with a hook on its experts or a ``forward`` of its own, or experts of transformers that are refused.
+            with a hook on its experts, a ``forward`` of its own or ``score_before_experts``, or experts of transformers
+            that are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
     """
