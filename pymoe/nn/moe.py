@@ -331,6 +331,8 @@ class MoE(nn.Module):
         if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
             return super().__repr__()
         text = [f"{self.experts.extra_repr()}, {self.router.options_repr()}"]
+        if self.router.bias is not None:
+            text.append("router_bias=True")
         if self.score_before_experts:
             text.append("score_before_experts=True")
         if self.capacity_factor is not None:

@@ -293,10 +293,11 @@ class Router(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
+        bias = "" if self.bias is None else ", bias=True"
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}{bias}"
 
     def options_repr(self) -> str:
-        """Return the options of the choice; most of them only where they are not the default."""
+        """Return the options of the choice; bias rate, groups and scale only where they are not the default."""
         text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"
@@ -304,8 +305,6 @@ class Router(nn.Module):
             text += f", num_groups={self.num_groups}, topk_groups={self.topk_groups}"
         if self.scale != 1.0:
             text += f", scale={self.scale}"
-        if self.bias is not None:
-            text += ", router_bias=True"
         return text
 
 

@@ -217,6 +217,7 @@ def test_repr_names_every_option():
         "num_shared_experts=1", "shared_gate=True", "router_bias=True", "score_before_experts=True",
     ):  # fmt: skip
         assert part in text
+    assert repr(Router(8, 4, 2, bias=True)).endswith("renormalize=True, bias=True)")
 
 
 def test_repr_shows_parts_that_were_replaced():

@@ -93,7 +93,7 @@ def dense_activation(network: nn.Module) -> Activation | None:
     clamped = _CLAMPED_NETWORKS.get(place(type(network)))
     if clamped is not None:
         return clamped(network)
-    act_fn: Any = getattr(network, "activation_fn", None) or getattr(network, "act_fn", None)
+    act_fn: Any = getattr(network, "activation_fn" if hasattr(network, "activation_fn") else "act_fn")
     return gated_activation(act_fn) if hasattr(network, "gate_proj") else _without_gate(act_fn)
 
 

@@ -68,6 +68,7 @@ _GPT_OSS = Plan(router="router", router_bias="router.bias")
 _QWEN2 = replace(_FLAGGED, shared="shared_expert", shared_gate="shared_expert_gate.weight")
 
 PLANS: dict[str, Plan] = {
+    "AXK2MoE": replace(_DEEPSEEK_V3, groups=False, only={"gate.num_group": None}),
     "AfmoeSparseMoeBlock": Plan(
         score="sigmoid",
         router="router",
@@ -77,7 +78,6 @@ PLANS: dict[str, Plan] = {
         shared="shared_experts",
     ),
     "AriaTextMoELayer": Plan(router="router", shared="shared_experts"),
-    "AXK2MoE": replace(_DEEPSEEK_V3, groups=False, only={"gate.num_group": None}),
     "BailingHybridMoE": _DEEPSEEK_V3,
     "BeamMoE": replace(_DEEPSEEK_V3, scale="routed_scaling_factor", shared=None),
     "Cohere2MoeSparseMoeBlock": Plan(
@@ -96,10 +96,10 @@ PLANS: dict[str, Plan] = {
     "ExaoneMoeSparseMoEBlock": _DEEPSEEK_V3,
     "FlexOlmoSparseMoeBlock": _FLAGGED,
     "FlintSparseMoeBlock": replace(_FLAGGED, score="sigmoid", shared="shared_expert"),
-    "Glm5NextTextMoE": _DEEPSEEK_V3,
     "Glm4MoeLiteMoE": _DEEPSEEK_V3,
     "Glm4MoeMoE": _DEEPSEEK_V3,
     "Glm4vMoeTextMoE": _DEEPSEEK_V3,
+    "Glm5NextTextMoE": _DEEPSEEK_V3,
     "GlmMoeDsaMoE": _DEEPSEEK_V3,
     "GptOssMLP": _GPT_OSS,
     "GraniteMoeHybridMoE": _GRANITE,
@@ -142,12 +142,12 @@ PLANS: dict[str, Plan] = {
     # The weights are divided by the number of choices, and the sum is multiplied by it.
     "OpenAIPrivacyFilterMLP": replace(_GPT_OSS, scale=lambda block: block.num_experts / block.router.top_k),
     "Qwen2MoeSparseMoeBlock": _QWEN2,
-    "Qwen3_5MoeSparseMoeBlock": replace(_QWEN2, renormalize=True),
     "Qwen3MoeSparseMoeBlock": _FLAGGED,
     "Qwen3NextSparseMoeBlock": _QWEN2,
     "Qwen3OmniMoeTalkerTextSparseMoeBlock": _QWEN2,
     "Qwen3OmniMoeThinkerTextSparseMoeBlock": _FLAGGED,
     "Qwen3VLMoeTextSparseMoeBlock": Plan(),
+    "Qwen3_5MoeSparseMoeBlock": replace(_QWEN2, renormalize=True),
     "Qwen4ExpTextSparseMoeBlock": _QWEN2,
     "SolarOpenMoE": _DEEPSEEK_V3,
     "UnlimitedOcrTextMoe": _DEEPSEEK_V2,
@@ -160,7 +160,7 @@ _ROUTER_OF_GEMMA = "its router normalises and scales tokens, and every expert ha
 
 DIFFERENT: dict[str, str] = {
     "AXK1MoE": "it normalises its output",
-    "DeepseekV4SparseMoeBlock": _SOFTPLUS + ", and some layers choose experts by the numbers of words",
+    "DeepseekV4SparseMoeBlock": _SOFTPLUS + ", and some layers choose experts by token ids",
     "DiffusionGemmaDecoderTextLayer": _ROUTER_OF_GEMMA,
     "DiffusionGemmaEncoderTextLayer": _ROUTER_OF_GEMMA,
     "Ernie4_5_VLMoeMoeBlock": _KINDS_OF_EXPERTS,

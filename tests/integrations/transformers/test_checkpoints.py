@@ -515,5 +515,5 @@ def test_options_that_the_layer_lacks_are_refused():
     message = "expected a DeepseekV3MoE whose shared experts compute 'swiglu', as the others do, without biases"
     with pytest.raises(ValueError, match=message):
         from_transformers(block)
-    with pytest.raises(ValueError, match="got Linear; known are AfmoeSparseMoeBlock, "):
+    with pytest.raises(ValueError, match="got Linear; known are AXK2MoE, "):
         from_transformers(torch.nn.Linear(2, 2))
