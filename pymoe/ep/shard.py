@@ -115,7 +115,8 @@ def shard(
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
             range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, one
-            with a hook on its experts or a ``forward`` of its own, or experts of transformers that are refused.
+            with a hook on its experts, a ``forward`` of its own or ``score_before_experts``, or experts of transformers
+            that are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
     """
@@ -270,6 +271,11 @@ def _layers_of(model: Any) -> dict[str, MoE]:
             raise ValueError(
                 f"shard: layers must have a plain forward and Experts that nothing is attached to, since both are "
                 f"called in another way when they are sharded, got {name!r} with {lost}; remove it first"
+            )
+        if layer.score_before_experts:
+            raise ValueError(
+                f"shard: layers must multiply the outputs of experts by the weights of the choices, since tokens "
+                f"travel as they are, got {name!r} with score_before_experts=True"
             )
         if layer.experts.w_in.shape[0] != layer.num_experts:
             seen = tuple(layer.experts.w_in.shape)

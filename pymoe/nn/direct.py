@@ -40,10 +40,13 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     """
     if is_compiling() or type(x) not in PLAIN_TENSORS or is_transformed():
         return None
+    if layer.score_before_experts:  # the experts' kernels multiply their outputs
+        return None
     parts = layer._modules
     try:  # without Module.__getattr__, which costs half a microsecond for each name
         router, experts, losses = parts["router"], parts["experts"], parts["losses"]
-        weight, bias = router._parameters["weight"], router._buffers["expert_bias"]
+        weight, of_logits = router._parameters["weight"], router._parameters["bias"]
+        bias = router._buffers["expert_bias"]
     except KeyError:  # the user has put something else in its place
         return None
     quantized = type(experts) is QuantizedExperts
@@ -53,7 +56,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         and is_called_plainly(experts, QuantizedExperts if quantized else Experts)
         and is_called_plainly(losses, AuxiliaryLosses)
         and layer.backend == router.backend == experts.backend == "native"
-        and _fit(layer, router, x, weight, bias)
+        and _fit(layer, router, x, weight, of_logits, bias)
     ):
         return None
     if package_products.chosen is not None and x.device.type == package_products.DEVICE:
@@ -61,7 +64,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     networks = _quantized_networks(layer, experts, x) if quantized else _networks(layer, experts, x)
     if networks is None:
         return None
-    recorded = is_differentiated(x, weight, *networks)
+    recorded = is_differentiated(x, weight, of_logits, *networks)
     injects = recorded and losses.injects()
     if recorded and (quantized or not is_one_node(x) or (injects and not losses.injects_by_kernels())):
         return None
@@ -98,7 +101,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
 
 
-def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -> bool:
+def _fit(layer: Any, router: Any, x: Tensor, weight: Any, of_logits: Any, bias: Tensor | None) -> bool:
     """Return whether the native calls can take the arguments; otherwise the indirect forward raises the error."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
@@ -110,6 +113,8 @@ def _fit(layer: Any, router: Any, x: Tensor, weight: Any, bias: Tensor | None) -
         and dtype in FLOATING
         and weight.dtype == dtype
         and weight.device == device
+        and (of_logits is None or type(of_logits) in PLAIN_TENSORS)
+        and (of_logits is None or checks.is_like(of_logits, (experts,), dtype, device))
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
         and (bias is None or bias.is_contiguous())

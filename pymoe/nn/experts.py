@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
-from pymoe.nn.operands import check_networks, linear
-from pymoe.nn.options import Backend, check_dtype, check_size, operators
+from pymoe.nn.operands import check_networks, check_parameter, linear
+from pymoe.nn.options import Backend, check_dtype, check_flag, check_size, operators
 
 
 class _FeedForward(nn.Module):
@@ -19,6 +19,7 @@ class _FeedForward(nn.Module):
 
     w_in: nn.Parameter
     w_out: nn.Parameter
+    w_gate: nn.Parameter
     b_in: nn.Parameter | None
     b_out: nn.Parameter | None
 
@@ -33,6 +34,7 @@ class _FeedForward(nn.Module):
         backend: Backend,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
+        gate: bool = False,
     ) -> None:
         super().__init__()
         options.check_network_options(layer, hidden_size, ffn_size, activation, bias, backend)
@@ -42,6 +44,7 @@ class _FeedForward(nn.Module):
         self.stack = stack
         self.activation = activation
         self.backend = backend
+        self.gate = gate
         for name, size in self.sizes().items():
             empty = torch.empty(*stack, *size, device=device, dtype=dtype) if bias or name[0] == "w" else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
@@ -50,19 +53,21 @@ class _FeedForward(nn.Module):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, without the leading sizes ``stack``.
 
-        The shapes of biases are included even if the networks have none.
+        The shapes of biases are included even if the networks have none, that of a gate only if they have it.
         """
         inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
-        return {
+        sizes: dict[str, tuple[int, ...]] = {
             "w_in": (inner, self.hidden_size),
             "w_out": (self.hidden_size, self.ffn_size),
             "b_in": (inner,),
             "b_out": (self.hidden_size,),
         }
+        return sizes | {"w_gate": (1, self.hidden_size)} if self.gate else sizes
 
     def reset_parameters(self) -> None:
         """Draw weights and biases uniformly from ±1/sqrt(input features of the linear layer), as ``nn.Linear`` does."""
-        for weight, bias in ((self.w_in, self.b_in), (self.w_out, self.b_out)):
+        pairs = [(self.w_in, self.b_in), (self.w_out, self.b_out)]
+        for weight, bias in [*pairs, (self.w_gate, None)] if self.gate else pairs:
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
             if bias is not None:
@@ -72,7 +77,7 @@ class _FeedForward(nn.Module):
         experts = "".join(f", num_experts={count}" for count in self.stack)
         return (
             f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}{experts}, activation={self.activation!r}, "
-            f"bias={self.b_in is not None}"
+            f"bias={self.b_in is not None}{', gate=True' if self.gate else ''}"
         )
 
 
@@ -143,13 +148,16 @@ class SharedExperts(_FeedForward):
     """The experts that every token passes through (DeepSeekMoE, arXiv 2401.06066).
 
     The sum of the outputs of n shared experts of size F equals the output of one feed-forward network of size n * F. So
-    this module is one network for all shared experts: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
+    this module is one network for all shared experts: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``. With a gate, each
+    token's output is multiplied by one number, ``sigmoid(x @ w_gate.T)`` (Qwen2-MoE, arXiv 2407.10671); sigmoid and
+    product are computed in float32, or float64.
 
     Args:
         hidden_size: H.
         ffn_size: F, the size of all shared experts together.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
+        gate: add ``w_gate``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
@@ -159,6 +167,7 @@ class SharedExperts(_FeedForward):
         w_out: (H, F).
         b_in: (2F,) or (F,), or ``None``.
         b_out: (H,), or ``None``.
+        w_gate: (1, H), initialised like the weight of ``nn.Linear``; only with ``gate``.
         row_invariant: if true, equal tokens get equal bits in every batch, as in :class:`Router`.
 
     Raises:
@@ -173,11 +182,13 @@ class SharedExperts(_FeedForward):
         *,
         activation: ActivationKind = "swiglu",
         bias: bool = False,
+        gate: bool = False,
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__("SharedExperts", hidden_size, ffn_size, (), activation, bias, backend, device, dtype)
+        check_flag("SharedExperts", "gate", gate)
+        super().__init__("SharedExperts", hidden_size, ffn_size, (), activation, bias, backend, device, dtype, gate)
         self.row_invariant = False
 
     def forward(self, x_TH: Tensor) -> Tensor:
@@ -192,4 +203,12 @@ class SharedExperts(_FeedForward):
         check_networks("shared", self, self.stack, x_TH)
         inner = linear(x_TH, self.w_in, self.b_in, row_invariant=self.row_invariant)
         inner = operators(self.backend).expert_activation(inner, self.activation)
-        return linear(inner, self.w_out, self.b_out, row_invariant=self.row_invariant)
+        y_TH = linear(inner, self.w_out, self.b_out, row_invariant=self.row_invariant)
+        return self._gated(y_TH, x_TH) if self.gate else y_TH
+
+    def _gated(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
+        check_parameter("shared.w_gate", self.w_gate, (1, self.hidden_size), x_TH)
+        logits_T1 = linear(x_TH, self.w_gate, row_invariant=self.row_invariant)
+        # The gate of a single expert: unlike torch's sigmoid, its bits do not depend on a token's place in the batch.
+        weights_T1: Tensor = operators(self.backend).gate_topk(logits_T1, 1, score="sigmoid", renormalize=False).weights
+        return (y_TH * weights_T1).to(y_TH.dtype)

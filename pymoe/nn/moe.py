@@ -33,7 +33,7 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.local_tensors import LastCall
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.operands import as_rows, check_networks
-from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_number, operators, warn_once
+from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_flag, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.router import Router, update_expert_biases
@@ -73,8 +73,9 @@ class MoE(nn.Module):
     """A mixture-of-experts feed-forward network: (..., H) to (..., H).
 
     Every token goes to the ``top_k`` experts that the router chooses for it. The weights of the choice multiply the
-    experts' outputs as they are summed (:func:`pymoe.ops.combine`), not their inputs. Shared experts see every token;
-    their output is added unweighted. The layer adds no residual connection.
+    experts' outputs as they are summed (:func:`pymoe.ops.combine`), or their inputs with ``score_before_experts``.
+    Shared experts see every token; their output is added unweighted, or weighted by a gate of their own with
+    ``shared_gate``. The layer adds no residual connection.
 
     **Auxiliary losses** need not be added to the model's loss: in training mode ``loss.backward()`` of any loss that
     depends on the output also adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss``, whatever
@@ -123,11 +124,16 @@ class MoE(nn.Module):
         num_groups: choose from the best ``topk_groups`` of this many groups of experts (DeepSeek-V3).
         topk_groups: see ``num_groups``; both must be given, or neither.
         scale: factor of the weights (the routed scaling factor of DeepSeek-V3).
+        router_bias: add a trained bias to the router's logits (GPT-OSS).
+        score_before_experts: multiply the inputs of experts by the weights of the choices, not their outputs (Llama 4;
+            the name is torchtitan's). This copies every token ``top_k`` times, and rounds the products to the dtype of
+            the tokens.
         capacity_factor: see above; ``None`` drops nothing.
         num_shared_experts: experts of size F that every token passes through (DeepSeekMoE, arXiv 2401.06066).
+        shared_gate: multiply their output by a sigmoid of a linear function of the token (Qwen2-MoE, arXiv 2407.10671).
         aux_loss_coef: coefficient of the balancing loss (Switch Transformer, arXiv 2101.03961, which uses 0.01).
         z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
-        bias: add biases to the experts' linear layers; the router has none.
+        bias: add biases to the experts' linear layers.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`, pure PyTorch. Native
             operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference works.
         device: the device of the parameters.
@@ -135,9 +141,10 @@ class MoE(nn.Module):
         expert_parallel: a mesh of one dimension or a process group over which experts are spread, as by
             :func:`pymoe.ep.shard` without options; call that function to set options. None keeps all experts.
 
-    ``state_dict`` keys: ``router.weight`` (E, H); ``router.expert_bias`` (E,) if ``bias_update_rate > 0``;
-    ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F); ``shared.w_in`` and
-    ``shared.w_out`` if there are shared experts; and ``b_in``, ``b_out`` next to each pair if ``bias``.
+    ``state_dict`` keys: ``router.weight`` (E, H); ``router.bias`` (E,) if ``router_bias``; ``router.expert_bias`` (E,)
+    if ``bias_update_rate > 0``; ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F);
+    ``shared.w_in`` and ``shared.w_out`` if there are shared experts, and ``shared.w_gate`` (1, H) if ``shared_gate``;
+    and ``b_in``, ``b_out`` next to each pair if ``bias``.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -163,8 +170,11 @@ class MoE(nn.Module):
         num_groups: int | None = None,
         topk_groups: int | None = None,
         scale: float = 1.0,
+        router_bias: bool = False,
+        score_before_experts: bool = False,
         capacity_factor: float | None = None,
         num_shared_experts: int = 0,
+        shared_gate: bool = False,
         aux_loss_coef: float = 0.0,
         z_loss_coef: float = 0.0,
         bias: bool = False,
@@ -175,10 +185,15 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         checks.integer("MoE", "num_shared_experts", num_shared_experts, 0, None, "at least 0")
+        check_flag("MoE", "shared_gate", shared_gate)
+        if shared_gate and num_shared_experts == 0:
+            raise ValueError("MoE: num_shared_experts must be at least 1 with shared_gate=True, got 0")
+        check_flag("MoE", "score_before_experts", score_before_experts)
         if capacity_factor is not None:
             check_number("MoE", "capacity_factor", capacity_factor, above=0)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
+        self.score_before_experts = score_before_experts
         self.capacity_factor = capacity_factor
         self.backend = backend
         place: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
@@ -192,6 +207,7 @@ class MoE(nn.Module):
             num_groups=num_groups,
             topk_groups=topk_groups,
             scale=scale,
+            bias=router_bias,
             **place,
         )
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
@@ -201,7 +217,9 @@ class MoE(nn.Module):
         self.shared = None
         if num_shared_experts > 0:
             shared_size = num_shared_experts * ffn_size
-            self.shared = SharedExperts(hidden_size, shared_size, activation=activation, bias=bias, **place)
+            self.shared = SharedExperts(
+                hidden_size, shared_size, activation=activation, bias=bias, gate=shared_gate, **place
+            )
         self.last = LastCall(
             load=torch.zeros(num_experts, device=device, dtype=torch.int32),
             dropped=torch.zeros((), device=device, dtype=torch.int32),
@@ -245,7 +263,8 @@ class MoE(nn.Module):
         routing: Routing | None = None
         if is_called_plainly(self.router, Router):
             capacity = self._capacity(x_TH.shape[0], self.router.top_k)
-            gate, logits_TE, x_TH, routing = self.router.route(x_TH, capacity, alone=self.shared is None)
+            alone = self.shared is None and not self.score_before_experts
+            gate, logits_TE, x_TH, routing = self.router.route(x_TH, capacity, alone=alone)
         else:
             gate, logits_TE = self.router(x_TH)
             capacity = self._capacity(*gate.experts.shape)
@@ -254,7 +273,10 @@ class MoE(nn.Module):
             weights_TK, losses = self.losses(gate, logits_TE)
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
-        y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity, routing)
+        if self.score_before_experts:
+            y_TH = self._apply_experts_to_scaled(rows_TH, gate.experts, weights_TK, capacity)
+        else:
+            y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity, routing)
         if y_TH.shape[1] != self.hidden_size:  # possible if the user has replaced the experts
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
@@ -309,10 +331,16 @@ class MoE(nn.Module):
         if any(type(part) not in (Router, AuxiliaryLosses, Experts, SharedExperts) for part in parts):
             return super().__repr__()
         text = [f"{self.experts.extra_repr()}, {self.router.options_repr()}"]
+        if self.router.bias is not None:
+            text.append("router_bias=True")
+        if self.score_before_experts:
+            text.append("score_before_experts=True")
         if self.capacity_factor is not None:
             text.append(f"capacity_factor={self.capacity_factor}")
         if self.shared is not None:
             text.append(f"num_shared_experts={self.shared.ffn_size // self.experts.ffn_size}")
+            if self.shared.gate:
+                text.append("shared_gate=True")
         text += [
             f"{name}={value}" for name in ("aux_loss_coef", "z_loss_coef") if (value := getattr(self.losses, name))
         ]
@@ -397,6 +425,17 @@ class MoE(nn.Module):
             routing=routing,
             bias=left,
         )
+
+    def _apply_experts_to_scaled(
+        self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None
+    ) -> Tensor:
+        """Return the sum of the outputs of each token's experts for the token, multiplied by the expert's weight."""
+        check_choice(x_TH, experts_TK, weights_TK)
+        scaled_TKH = (x_TH[:, None] * weights_TK[..., None]).to(x_TH.dtype)
+        experts_S1 = experts_TK.reshape(-1, 1)  # every choice is a token with one choice here, whose weight is 1
+        ones_S1 = torch.ones_like(experts_S1, dtype=weights_TK.dtype)
+        rows_SH = self._apply_experts(scaled_TKH.flatten(0, 1), experts_S1, ones_S1, capacity, None)
+        return rows_SH.reshape(*experts_TK.shape, rows_SH.shape[1]).sum(dim=1)
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
         """Raise unless the kernels accept the activation and the choice, which may come from any router and losses."""

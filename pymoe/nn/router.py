@@ -63,12 +63,14 @@ class Router(nn.Module):
         num_groups: number of groups of experts (DeepSeek-V3); divides E, and is given together with ``topk_groups``.
         topk_groups: number of best groups from which experts are chosen.
         scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
+        bias: add a trained ``bias`` to the logits (GPT-OSS), unlike ``expert_bias``, which only the choice sees.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: of the parameters.
         dtype: of the parameters. ``expert_bias`` is never narrower than float32, or updates could be rounded away.
 
     Attributes:
         weight: (E, H), initialised like the weight of ``nn.Linear``.
+        bias: (E,), initialised like the bias of ``nn.Linear``, or ``None``.
         expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
             bias, keep the rate and stop calling the update.
         counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
@@ -80,6 +82,7 @@ class Router(nn.Module):
         ValueError: an argument is out of range, or arguments do not fit each other.
     """
 
+    bias: nn.Parameter | None
     expert_bias: Tensor | None
 
     def __init__(
@@ -94,6 +97,7 @@ class Router(nn.Module):
         num_groups: int | None = None,
         topk_groups: int | None = None,
         scale: float = 1.0,
+        bias: bool = False,
         backend: Backend = "native",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -106,6 +110,7 @@ class Router(nn.Module):
         check_flag("Router", "renormalize", renormalize)
         check_number("Router", "bias_update_rate", bias_update_rate, minimum=0)
         check_number("Router", "scale", scale)
+        check_flag("Router", "bias", bias)
         check_backend("Router", backend)
         check_dtype("Router", dtype)
         _check_groups(num_experts, top_k, num_groups, topk_groups)
@@ -127,10 +132,12 @@ class Router(nn.Module):
         self.scale = scale
         self.backend = backend
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        bias = None
+        of_logits = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", of_logits)
+        of_choice = None
         if bias_update_rate > 0:
-            bias = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
-        self.register_buffer("expert_bias", bias)
+            of_choice = torch.empty(num_experts, device=device, dtype=_at_least_float32(self.weight.dtype))
+        self.register_buffer("expert_bias", of_choice)
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
         self.replaced: Callable[[Gate, Tensor], Gate] | None = None
@@ -140,9 +147,11 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight as ``nn.Linear`` does, and set bias and counted load to zero."""
+        """Initialise weight and bias as ``nn.Linear`` does, and set expert bias and counted load to zero."""
         bound = self.hidden_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
         self.counted.zero_()
@@ -214,7 +223,8 @@ class Router(nn.Module):
             capacity: the most slots that an expert takes, or None.
             alone: true if nothing except :func:`pymoe.ops.dispatch` will take the tokens.
         """
-        if self.backend != "native" or self.row_invariant or not is_one_node(x_TH, self.weight):
+        usual = self.backend != "native" or self.row_invariant or self.bias is not None
+        if usual or not is_one_node(x_TH, self.weight):
             return *self.forward(x_TH), x_TH, None
         self._check(x_TH)
         options = self.gate_options()
@@ -227,8 +237,10 @@ class Router(nn.Module):
         return (self.top_k, self.score, self.renormalize, *groups, float(self.scale))
 
     def _check(self, x_TH: Tensor) -> None:
-        """Raise unless weight and bias have the router's sizes and the device of the tokens."""
+        """Raise unless weight and biases have the router's sizes and the device of the tokens."""
         check_place("router.weight", self.weight, (self.num_experts, self.hidden_size), x_TH)
+        if self.bias is not None:
+            check_place("router.bias", self.bias, (self.num_experts,), x_TH)
         if self.expert_bias is not None:
             check_place("router.expert_bias", self.expert_bias, (self.num_experts,), x_TH)
 
@@ -246,13 +258,17 @@ class Router(nn.Module):
             x_TH: (T, H).
         """
         weight = self.weight
+        bias: Tensor | None = self.bias
         if x_TH.dtype == weight.dtype in _WIDE and not autocast_enabled(x_TH.device.type):
-            return linear(x_TH, weight, row_invariant=self.row_invariant)
+            bias = None if bias is None else bias.to(x_TH.dtype)
+            return linear(x_TH, weight, bias, row_invariant=self.row_invariant)
         if takes(x_TH, weight) and not self.row_invariant:
-            return wide_product(x_TH, weight)
+            logits_TE = wide_product(x_TH, weight)
+            return logits_TE if bias is None else logits_TE + bias
         dtype = _at_least_float32(torch.promote_types(x_TH.dtype, weight.dtype))
+        bias = None if bias is None else bias.to(dtype)
         with without_autocast(x_TH.device.type):
-            return linear(x_TH.to(dtype), weight.to(dtype), row_invariant=self.row_invariant)
+            return linear(x_TH.to(dtype), weight.to(dtype), bias, row_invariant=self.row_invariant)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         bias = self.expert_bias
@@ -277,7 +293,8 @@ class Router(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}"
+        bias = "" if self.bias is None else ", bias=True"
+        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}{bias}"
 
     def options_repr(self) -> str:
         """Return the options of the choice; bias rate, groups and scale only where they are not the default."""

@@ -102,6 +102,8 @@ def refused(rank, world, what):
         few.experts.forward = bug
     elif what == "layer's forward":
         few.forward = bug
+    elif what == "scores":
+        model = layers(score_before_experts=True)
     elif what == "no module":
         model = None
     return told(lambda: ep.shard(model, mesh))
@@ -109,7 +111,7 @@ def refused(rank, world, what):
 
 def refused_by_all(rank, world, wrong):
     """Return the errors of ``shard`` when one rank has another model."""
-    model = layers(bias_update_rate=0.1, num_shared_experts=1)
+    model = layers(bias_update_rate=0.1, num_shared_experts=1, shared_gate=True, router_bias=True)
     few = model["few"]
     with torch.no_grad():
         few.router.weight[0, 0] = torch.nan
@@ -119,6 +121,10 @@ def refused_by_all(rank, world, wrong):
             few.router.weight.copy_(few.router.weight.flip(0))
         elif rank == WRONG and wrong == "order of shared rows":
             few.shared.w_in.copy_(few.shared.w_in.flip(0))
+        elif rank == WRONG and wrong == "gate":
+            few.shared.w_gate.copy_(few.shared.w_gate.flip(1))
+        elif rank == WRONG and wrong == "bias":
+            few.router.bias.fill_(1.0)
         elif rank == WRONG and wrong == "expert bias":
             few.router.expert_bias.fill_(1.0)
     return told(lambda: ep.shard(model, dist.group.WORLD))

@@ -33,6 +33,10 @@ NAMED = {
         **{"world": 4, "tokens": [9, 7, 3, 1], "experts": 8, "top_k": 2},
         "options": {"num_groups": 4, "topk_groups": 2, "score": "sigmoid", "bias_update_rate": 0.05},
     },
+    "a gate of shared experts and a bias of the router": {
+        **{"world": 4, "tokens": [9, 17, 0, 1], "experts": 6, "top_k": 2, "chunks": 2},
+        "options": {"num_shared_experts": 2, "shared_gate": True, "router_bias": True, "bias": True},
+    },
     "clones": {
         **{"world": 4, "tokens": [30, 11, 0, 20], "experts": 8, "top_k": 2, "clones": 2},
         "options": {"bias": True, "num_shared_experts": 1},

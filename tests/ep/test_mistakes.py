@@ -74,6 +74,7 @@ def test_ranks_in_unequal_calls_all_raise(ranks, wrong, text):
         ("hook", "ValueError", "got 'few' with hooks; remove it first"),
         ("experts' forward", "ValueError", "got 'few' with a forward of its own; remove it first"),
         ("layer's forward", "ValueError", "got 'few' with a forward of its own; remove it first"),
+        ("scores", "ValueError", "since tokens travel as they are, got 'few' with score_before_experts=True"),
         ("no module", "TypeError", "shard: model must be a module, got NoneType"),
     ],
 )
@@ -106,6 +107,8 @@ def test_a_process_without_a_group_is_told_what_to_call():
         ("no module", "rank 2 of the group failed: TypeError: shard: model must be a module, got NoneType"),
         ("order of rows", "the same layer 'few', got checksum of router.weight "),
         ("order of shared rows", "the same layer 'few', got checksum of shared.w_in "),
+        ("gate", "the same layer 'few', got checksum of shared.w_gate "),
+        ("bias", "the same layer 'few', got checksum of router.bias "),
         ("expert bias", "the same layer 'few', got checksum of router.expert_bias "),
     ],
 )

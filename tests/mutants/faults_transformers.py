@@ -72,9 +72,30 @@ FAULTS = [
     Fault(
         "up stands above gate in shared experts",
         f"{PACKAGE}/checkpoints.py",
-        '_Part("shared.w_in", (gate, up))',
-        '_Part("shared.w_in", (up, gate))',
+        '("gate_up_proj", "gate_proj", "up_proj")',
+        '("gate_up_proj", "up_proj", "gate_proj")',
         (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and deepseek_v3"),
+    ),
+    Fault(
+        "gate and up of GPT-OSS are taken for halves",
+        f"{PACKAGE}/activations.py",
+        "ClampedSwiglu(experts.limit, experts.alpha, 1.0, True)",
+        "ClampedSwiglu(experts.limit, experts.alpha, 1.0, False)",
+        (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and gpt_oss"),
+    ),
+    Fault(
+        "the gate of shared experts is another token's",
+        "pymoe/nn/experts.py",
+        "logits_T1 = linear(x_TH, ",
+        "logits_T1 = linear(x_TH.roll(1, 0), ",
+        (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and qwen2_moe"),
+    ),
+    Fault(
+        "the scores of Llama 4 multiply the outputs of experts",
+        "pymoe/nn/moe.py",
+        "        if self.score_before_experts:\n            y_TH",
+        "        if False:\n            y_TH",
+        (f"{TESTS}/test_checkpoints.py", "-k", "comes_back and llama4"),
     ),
     Fault(
         "codes of AWQ come in the order in which they were put into words",

@@ -39,6 +39,8 @@ OPTIONS = {
     "capacity of one": {"capacity_factor": 1e-6},
     "shared": {"num_shared_experts": 1},
     "two shared gelu": {"num_shared_experts": 2, "activation": "gelu", "bias": True},
+    "gated shared": {"num_shared_experts": 2, "shared_gate": True},
+    "router bias": {"router_bias": True, "bias_update_rate": 0.01},
     "balancing loss": {"aux_loss_coef": 0.5},
     "balancing loss sigmoid": {"aux_loss_coef": 0.5, "score": "sigmoid"},
     "z loss": {"z_loss_coef": 0.3},
@@ -51,11 +53,25 @@ OPTIONS = {
         "scale": 1.5,
         "capacity_factor": 1.0,
         "num_shared_experts": 1,
+        "shared_gate": True,
+        "router_bias": True,
         "aux_loss_coef": 0.5,
         "z_loss_coef": 0.3,
         "bias": True,
     },
 }
+SCORED_BEFORE = {
+    "scored before": {"score_before_experts": True, "score": "sigmoid", "renormalize": False, "top_k": 1},
+    "several scored before": {
+        "score_before_experts": True,
+        "bias": True,
+        "capacity_factor": 0.75,
+        "num_shared_experts": 1,
+        "aux_loss_coef": 0.5,
+        "top_k": 3,
+    },
+}
+"""Options of layers that multiply the inputs of experts, which no single native call does."""
 
 
 def quantize_layer(layer, bits, format="int"):

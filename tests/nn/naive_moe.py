@@ -25,7 +25,8 @@ def naive_moe(layer, x):
     """Return what ``layer(x)`` must return, with the auxiliary loss spelled out."""
     router = layer.router
     tokens = x.reshape(-1, x.shape[-1])
-    logits = [router.weight @ token for token in tokens]
+    bias = 0 if router.bias is None else router.bias
+    logits = [router.weight @ token + bias for token in tokens]
     chosen = [choose(router, row) for row in logits]
 
     load = [0] * router.num_experts
@@ -38,12 +39,18 @@ def naive_moe(layer, x):
         total = torch.zeros_like(token)
         for expert, weight in choice:
             if load[expert] < capacity:
-                total = total + weight * ffn(layer.experts, token, expert)
+                if layer.score_before_experts:
+                    total = total + ffn(layer.experts, weight * token, expert)
+                else:
+                    total = total + weight * ffn(layer.experts, token, expert)
             else:
                 dropped += 1
             load[expert] += 1
         if layer.shared is not None:
-            total = total + ffn(layer.shared, token, ...)
+            of_all = ffn(layer.shared, token, ...)
+            if layer.shared.gate:
+                of_all = of_all / (1 + (-layer.shared.w_gate[0] @ token).exp())
+            total = total + of_all
         outputs.append(total)
     output = torch.stack(outputs).reshape(x.shape)
 

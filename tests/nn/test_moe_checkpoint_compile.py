@@ -25,10 +25,14 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+BEFORE = pytest.mark.parametrize("before", [False, True], ids=["scores after experts", "scores before experts"])
+
+
+@BEFORE
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_checkpointing_leaves_the_same_bits(backend, use_reentrant):
-    layer = everything(backend=backend, dtype=torch.float32)
+def test_checkpointing_leaves_the_same_bits(backend, use_reentrant, before):
+    layer = everything(backend=backend, dtype=torch.float32, score_before_experts=before)
     twin = copy.deepcopy(layer)
     x = make_input(3, 9, dtype=torch.float32)
     y, expected = run(layer, x)
@@ -44,10 +48,11 @@ COMPILED = {
 }
 
 
+@BEFORE
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("form", COMPILED.values(), ids=COMPILED)
-def test_compiles_into_one_graph_and_counts_once(form):
-    layer = everything(dtype=torch.float32)
+def test_compiles_into_one_graph_and_counts_once(form, before):
+    layer = everything(dtype=torch.float32, score_before_experts=before)
     twin = copy.deepcopy(layer)
     compiled = torch.compile(form(twin), fullgraph=True, backend="aot_eager")
     x = make_input(21, dtype=torch.float32)

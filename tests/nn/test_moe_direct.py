@@ -120,10 +120,11 @@ def test_where_nothing_is_differentiated_it_is_taken(mode, training, ways):
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "router.weight", "experts.w_in", "experts.w_out", "experts.b_in", "experts.b_out"]
+    "name",
+    ["x", "router.weight", "router.bias", "experts.w_in", "experts.w_out", "experts.b_in", "experts.b_out"],
 )
 def test_one_operand_that_requires_a_gradient_gets_it(name, ways):
-    layer = make_layer(bias=True, renormalize=False).requires_grad_(False)
+    layer = make_layer(bias=True, router_bias=True, renormalize=False).requires_grad_(False)
     x = make_input(5).requires_grad_(name == "x")
     operand = x if name == "x" else layer.get_parameter(name).requires_grad_()
     layer(x).sum().backward()

@@ -5,13 +5,13 @@ import io
 
 import pytest
 import torch
-from moe_layers import OPTIONS, make_input, make_layer
+from moe_layers import OPTIONS, SCORED_BEFORE, make_input, make_layer
 
 from pymoe.nn import Stats
 
 pytestmark = pytest.mark.only_on("cpu")
-CHOSEN = ("plain", "capacity above the mean", "everything")
-by_options = pytest.mark.parametrize("options", [OPTIONS[name] for name in CHOSEN], ids=CHOSEN)
+CHOSEN = {name: OPTIONS[name] for name in ("plain", "capacity above the mean", "everything")} | SCORED_BEFORE
+by_options = pytest.mark.parametrize("options", CHOSEN.values(), ids=CHOSEN)
 
 
 def layer_and_input(options, tokens=7):

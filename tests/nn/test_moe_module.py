@@ -111,6 +111,7 @@ def test_state_dict_has_the_documented_keys():
     shapes = {name: tuple(value.shape) for name, value in make_layer(**OPTIONS["everything"]).state_dict().items()}
     assert shapes == {
         "router.weight": (8, 12),
+        "router.bias": (8,),
         "router.expert_bias": (8,),
         "experts.w_in": (8, 20, 12),
         "experts.b_in": (8, 20),
@@ -120,12 +121,14 @@ def test_state_dict_has_the_documented_keys():
         "shared.b_in": (20,),
         "shared.w_out": (12, 10),
         "shared.b_out": (12,),
+        "shared.w_gate": (1, 12),
     }
     assert make_layer(activation="relu").experts.w_in.shape == (8, 10, 12)
 
 
 def test_built_on_the_meta_device_it_becomes_real_without_leftovers(device):
-    layer = MoE(8, 6, 4, 2, bias_update_rate=0.1, num_shared_experts=1, bias=True, device="meta")
+    options = {"bias_update_rate": 0.1, "num_shared_experts": 1, "bias": True, "shared_gate": True, "router_bias": True}
+    layer = MoE(8, 6, 4, 2, **options, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
     layer = layer.to_empty(device=device)
     layer.reset_parameters()
@@ -135,7 +138,7 @@ def test_built_on_the_meta_device_it_becomes_real_without_leftovers(device):
     torch.manual_seed(3)
     layer.reset_parameters()
     torch.manual_seed(3)
-    twin = MoE(8, 6, 4, 2, bias_update_rate=0.1, num_shared_experts=1, bias=True, device=device)
+    twin = MoE(8, 6, 4, 2, **options, device=device)
     assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), twin.state_dict().values(), strict=True))
     layer(torch.randn(3, 8)).sum().backward()
     assert layer.router.counted["load"].sum() == 6
@@ -205,15 +208,16 @@ def test_raises_no_warnings():
 
 
 def test_repr_names_every_option():
-    text = repr(make_layer(**OPTIONS["everything"]))
+    text = repr(make_layer(**OPTIONS["everything"], score_before_experts=True))
     assert "\n" not in text
     for part in (
         "hidden_size=12", "ffn_size=10", "num_experts=8", "top_k=2", "score='sigmoid'", "renormalize=True",
         "bias_update_rate=0.01", "num_groups=4", "topk_groups=2", "scale=1.5", "capacity_factor=1.0",
         "activation='swiglu'", "bias=True", "aux_loss_coef=0.5", "z_loss_coef=0.3", "backend='native'",
-        "num_shared_experts=1",
+        "num_shared_experts=1", "shared_gate=True", "router_bias=True", "score_before_experts=True",
     ):  # fmt: skip
         assert part in text
+    assert repr(Router(8, 4, 2, bias=True)).endswith("renormalize=True, bias=True)")
 
 
 def test_repr_shows_parts_that_were_replaced():
@@ -256,6 +260,10 @@ BAD_ARGUMENTS = [
     ({"capacity_factor": float("inf")}, ValueError, "capacity_factor must be finite and greater than 0, got inf"),
     ({"num_shared_experts": -1}, ValueError, "num_shared_experts must be at least 0, got -1"),
     ({"num_shared_experts": 1.5}, TypeError, "num_shared_experts must be an int, got float"),
+    ({"shared_gate": True}, ValueError, "num_shared_experts must be at least 1 with shared_gate=True, got 0"),
+    ({"shared_gate": 1}, TypeError, "shared_gate must be a bool, got int"),
+    ({"router_bias": "no"}, TypeError, "bias must be a bool, got str"),
+    ({"score_before_experts": None}, TypeError, "score_before_experts must be a bool, got NoneType"),
     ({"aux_loss_coef": -1.0}, ValueError, "aux_loss_coef must be finite and at least 0, got -1.0"),
     ({"z_loss_coef": None}, TypeError, "z_loss_coef must be a float, got NoneType"),
     ({"bias": "no"}, TypeError, "bias must be a bool, got str"),

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.only_on("cpu")
 
 SHAPES = {
     "router.weight": (8, 12),
+    "router.bias": (8,),
     "router.expert_bias": (8,),
     "experts.w_in": (8, 20, 12),
     "experts.w_out": (8, 12, 10),
@@ -20,6 +21,7 @@ SHAPES = {
     "shared.w_out": (12, 10),
     "shared.b_in": (20,),
     "shared.b_out": (12,),
+    "shared.w_gate": (1, 12),
 }
 CUTS = [(name, dim) for name, shape in SHAPES.items() for dim in range(len(shape))]
 
@@ -36,7 +38,8 @@ def change(layer, name, function):
 
 
 def layer_and_input(backend="native"):
-    return make_layer(bias=True, bias_update_rate=0.01, num_shared_experts=1, backend=backend), make_input(5)
+    options = {"num_shared_experts": 1, "shared_gate": True, "router_bias": True, "backend": backend}
+    return make_layer(bias=True, bias_update_rate=0.01, **options), make_input(5)
 
 
 def refused(layer, x, error):

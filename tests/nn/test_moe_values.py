@@ -1,15 +1,29 @@
 """The layer computes the same as a token-by-token implementation, with either set of operators."""
 
+import sys
+
 import pytest
 import torch
-from moe_layers import BACKENDS, OPTIONS, assert_same, gradients, make_input, make_layer, run, with_backend
+from moe_layers import (
+    BACKENDS,
+    OPTIONS,
+    SCORED_BEFORE,
+    assert_same,
+    gradients,
+    make_input,
+    make_layer,
+    one_by_one,
+    run,
+    with_backend,
+)
 from naive_moe import naive_moe
 
+EVERY = OPTIONS | SCORED_BEFORE
 TOLERANCE = {torch.float64: (1e-11, 1e-12), torch.float32: (2e-4, 2e-5)}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 def test_outputs_gradients_and_stats_equal_a_loop_over_tokens(options, backend):
     layer = make_layer(backend=backend, **options)
     x = make_input(3, 7)
@@ -32,7 +46,7 @@ def test_outputs_gradients_and_stats_equal_a_loop_over_tokens(options, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 def test_native_equals_reference(options, dtype):
     native = make_layer(backend="native", dtype=dtype, **options)
     x = make_input(40, dtype=dtype)
@@ -49,8 +63,10 @@ def test_native_equals_reference(options, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_native_equals_reference_in_half_precision(dtype):
-    native = make_layer(backend="native", dtype=dtype, num_shared_experts=1, aux_loss_coef=0.1)
+@pytest.mark.parametrize("before", [False, True])
+def test_native_equals_reference_in_half_precision(before, dtype):
+    options = {"num_shared_experts": 1, "shared_gate": True, "router_bias": True, "score_before_experts": before}
+    native = make_layer(backend="native", dtype=dtype, aux_loss_coef=0.1, **options)
     x = make_input(16, dtype=dtype)
     output, found = run(native, x)
     expected_output, expected = run(with_backend(native, "reference"), x)
@@ -59,13 +75,13 @@ def test_native_equals_reference_in_half_precision(dtype):
     assert_same(found, expected, rtol=0.05, atol=0.1)
 
 
-CHECKED = ["plain", "capacity below the mean", "two shared gelu"]
+CHECKED = ["plain", "capacity below the mean", "two shared gelu", "gated shared", "router bias", "scored before"]
 
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradcheck_through_the_layer(name):
     """There are no auxiliary losses here: injected gradients are, on purpose, not gradients of the output."""
-    layer = make_layer(**{**OPTIONS[name], "hidden_size": 3, "ffn_size": 2, "num_experts": 3})
+    layer = make_layer(**{**EVERY[name], "hidden_size": 3, "ffn_size": 2, "num_experts": 3})
     x = make_input(4, hidden_size=3)
     names = [key for key, _ in layer.named_parameters()]
 
@@ -76,8 +92,10 @@ def test_gradcheck_through_the_layer(name):
     assert torch.autograd.gradcheck(call, (x, *parameters))
 
 
-def test_second_derivatives_pass_the_layer():
-    layer = make_layer(hidden_size=3, ffn_size=2, num_experts=3, bias=True)
+@pytest.mark.parametrize("before", [False, True])
+def test_second_derivatives_pass_the_layer(before):
+    options = {"num_shared_experts": 1, "shared_gate": True, "router_bias": True, "score_before_experts": before}
+    layer = make_layer(hidden_size=3, ffn_size=2, num_experts=3, bias=True, **options)
     x = make_input(3, hidden_size=3)
     assert torch.autograd.gradgradcheck(lambda x: layer(x), (x,))
 
@@ -89,6 +107,19 @@ def test_weights_multiply_the_outputs_of_experts(backend):
     doubled.router.scale = 2.0
     x = make_input(9)
     torch.testing.assert_close(doubled(x), 2.0 * layer(x), rtol=1e-14, atol=0)
+
+
+@pytest.mark.only_on("cpu")
+def test_biases_left_to_the_activation_and_to_combine_are_added_once(monkeypatch):
+    """On some GPUs products leave out the biases; scores before the experts do not multiply them."""
+    layer = make_layer(**SCORED_BEFORE["several scored before"] | {"capacity_factor": None})
+    x = make_input(9)
+    output, expected = run(layer, x)
+    monkeypatch.setattr(sys.modules["pymoe.nn.apply_experts"], "leaves_bias", lambda _: True)
+    with one_by_one():
+        left, found = run(layer, x)
+    torch.testing.assert_close(left, output, rtol=1e-12, atol=1e-13)
+    assert_same(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_capacity_keeps_the_first_tokens_of_an_expert():

@@ -25,7 +25,8 @@ OPTIONS = {
     "gelu": {"activation": "gelu"},
     "relu and bias": {"activation": "relu", "bias": True},
     "bias and capacity": {"bias": True, "capacity_factor": 0.5},
-    "shared": {"num_shared_experts": 1},
+    "shared": {"num_shared_experts": 1, "shared_gate": True, "router_bias": True},
+    "scored before": {"score_before_experts": True, "bias": True},
     "clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0, interleaved=True)},
 }
 

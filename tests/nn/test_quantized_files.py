@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from moe_layers import OPTIONS, make_layer, quantize_layer
+from moe_layers import OPTIONS, SCORED_BEFORE, make_layer, quantize_layer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
@@ -14,7 +14,8 @@ from pymoe.nn import MoE, QuantizedExperts, load_quantized, save_quantized
 from pymoe.ops import ClampedSwiglu
 
 pytestmark = pytest.mark.only_on("cpu")
-MORE = {"clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0, interleaved=True)}}
+CLAMPED = {"clamped": {"activation": ClampedSwiglu(0.25, alpha=1.702, up_offset=1.0, interleaved=True)}}
+EVERY = OPTIONS | SCORED_BEFORE | CLAMPED
 
 
 def quantised(bits=4, format="int", dtype=torch.float32, **options):
@@ -32,7 +33,7 @@ def described(moe):
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", EVERY_FORMAT.values(), ids=EVERY_FORMAT)
-@pytest.mark.parametrize("options", (OPTIONS | MORE).values(), ids=(OPTIONS | MORE).keys())
+@pytest.mark.parametrize("options", EVERY.values(), ids=EVERY.keys())
 def test_a_layer_comes_back(options, form, tmp_path):
     moe = quantised(*form, **options)
     moe.router.row_invariant = True  # torch's products may round differently with weights mapped from a file

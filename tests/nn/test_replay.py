@@ -17,6 +17,7 @@ OPTIONS = [
     {"renormalize": False, "aux_loss_coef": 0.1, "z_loss_coef": 0.01},
     {"score": "sigmoid", "num_groups": 4, "topk_groups": 2, "bias_update_rate": 0.01},
     {"capacity_factor": 0.5},
+    {"router_bias": True, "score_before_experts": True, "num_shared_experts": 1, "shared_gate": True},
     {"backend": "reference"},
 ]
 

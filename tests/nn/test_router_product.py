@@ -120,9 +120,15 @@ def test_a_row_invariant_router_keeps_its_promise():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, {"num_shared_experts": 1}], ids=str
+    "options",
+    [{}, {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, {"num_shared_experts": 1}, {"score_before_experts": True}],
+    ids=str,
 )
-@pytest.mark.parametrize("gate", [{}, {"renormalize": False}, {"score": "sigmoid", "bias_update_rate": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "gate",
+    [{}, {"renormalize": False}, {"score": "sigmoid", "bias_update_rate": 0.01}, {"router_bias": True}],
+    ids=str,
+)
 def test_router_and_gate_in_one_node_are_those_of_two(options, gate):
     """A hook makes the layer call its router: two nodes then. The gradients differ by roundings to bfloat16."""
     layer = narrow_layer(**options, **gate)

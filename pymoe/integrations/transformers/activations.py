@@ -49,6 +49,16 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
 }
 """Classes whose own gate is one of pymoe's activations, each with a function that returns the activation, or None."""
 
+_CLAMPED_NETWORKS: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
+    ("transformers.models.glm5_next.modeling_glm5_next", "Glm5NextTextMLP"): (
+        lambda network: _without_alpha(network, network.swiglu_limit)
+    ),
+    ("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLDenseMLP"): (
+        lambda network: ClampedSwiglu(network.swiglu_limit, network.swiglu_alpha, 1.0)
+    ),
+}
+"""The same for dense networks that clamp as these experts do."""
+
 
 def activation_of(experts: nn.Module) -> Activation:
     """Return the activation that ``experts``, a module behind transformers' interface, applies between its products."""
@@ -74,6 +84,17 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
     if kind_of is None or not is_of_its_source(type(experts), interface.GATE):
         return None
     return kind_of(experts)
+
+
+def dense_activation(network: nn.Module) -> Activation | None:
+    """Return the activation between the linear layers of a dense network that serves as shared experts, as a kind of
+    :func:`pymoe.ops.expert_activation` if one computes the same.
+    """
+    clamped = _CLAMPED_NETWORKS.get(place(type(network)))
+    if clamped is not None:
+        return clamped(network)
+    act_fn: Any = getattr(network, "activation_fn" if hasattr(network, "activation_fn") else "act_fn")
+    return gated_activation(act_fn) if hasattr(network, "gate_proj") else _without_gate(act_fn)
 
 
 def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:

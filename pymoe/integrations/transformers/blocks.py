@@ -7,22 +7,25 @@ tests compare each block with the layer that it becomes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pymoe._common.types import Score
+from pymoe.integrations.transformers.interface import Flags
 
 
 @dataclass(frozen=True)
 class Plan:
     """Describes how the blocks of one class route, and where they keep weights and options.
 
-    Strings such as ``"gate.norm_topk_prob"`` are paths of attributes of the block, or keys of its state dict.
+    Strings such as ``"gate.norm_topk_prob"`` are paths of attributes of the block, or keys of its state dict. Functions
+    take the block and return the value.
     """
 
-    score: Score = "softmax"
-    renormalize: bool | str = True
-    """True, False, or the path of the attribute with this value."""
+    score: Score | Callable[[Any], Score] = "softmax"
+    renormalize: bool | str | Callable[[Any], bool] = True
+    """True, False, the path of the attribute with this value, or a function."""
     router: str = "gate"
     weight: str = "weight"
     """The path of the router's weight, within the router."""
@@ -30,11 +33,21 @@ class Plan:
     """The key of the bias that is added to the scores for the choice only."""
     groups: bool = False
     """True if the router has ``num_group`` and ``topk_group`` and scores a group by the sum of its two best scores."""
-    scale: str | None = None
+    scale: str | Callable[[Any], float] | None = None
+    router_bias: str | None = None
+    """The key of the bias of the router's logits."""
+    score_before_experts: bool = False
+    """True if the weights of the choices multiply the inputs of experts."""
     shared: str | None = None
-    """The name of the shared experts: a feed-forward network that every token passes through."""
+    """The name of the shared experts: a feed-forward network that every token passes through. Some blocks lack it."""
+    shared_gate: str | None = None
+    """The key of the weight of the gate of their output."""
+    outside: Flags | None = None
+    """The flags of experts outside of transformers' interface, whose ``act_fn`` is applied to the gate."""
     only: dict[str, Any] = field(default_factory=dict)
     """Attributes of a block with the values that this plan assumes; blocks with other values are refused."""
+    only_shared: dict[str, Any] = field(default_factory=dict)
+    """The same for blocks with shared experts."""
 
 
 _FLAGGED = Plan(renormalize="gate.norm_topk_prob")
@@ -51,8 +64,11 @@ _DEEPSEEK_V3 = Plan(
     scale="gate.routed_scaling_factor",
     shared="shared_experts",
 )
+_GPT_OSS = Plan(router="router", router_bias="router.bias")
+_QWEN2 = replace(_FLAGGED, shared="shared_expert", shared_gate="shared_expert_gate.weight")
 
 PLANS: dict[str, Plan] = {
+    "AXK2MoE": replace(_DEEPSEEK_V3, groups=False, only={"gate.num_group": None}),
     "AfmoeSparseMoeBlock": Plan(
         score="sigmoid",
         router="router",
@@ -64,6 +80,12 @@ PLANS: dict[str, Plan] = {
     "AriaTextMoELayer": Plan(router="router", shared="shared_experts"),
     "BailingHybridMoE": _DEEPSEEK_V3,
     "BeamMoE": replace(_DEEPSEEK_V3, scale="routed_scaling_factor", shared=None),
+    "Cohere2MoeSparseMoeBlock": Plan(
+        score=lambda block: block.gate.expert_selection_fn,
+        renormalize=lambda block: block.gate.expert_selection_fn == "softmax" or block.gate.norm_topk_prob,
+        shared="shared_experts",
+        only_shared={"shared_expert_combination_strategy": "sum"},
+    ),
     "DeepseekOcr2TextMoe": _DEEPSEEK_V2,
     "DeepseekV2Moe": _DEEPSEEK_V2,
     "DeepseekV32MoE": _DEEPSEEK_V3,
@@ -77,7 +99,9 @@ PLANS: dict[str, Plan] = {
     "Glm4MoeLiteMoE": _DEEPSEEK_V3,
     "Glm4MoeMoE": _DEEPSEEK_V3,
     "Glm4vMoeTextMoE": _DEEPSEEK_V3,
+    "Glm5NextTextMoE": _DEEPSEEK_V3,
     "GlmMoeDsaMoE": _DEEPSEEK_V3,
+    "GptOssMLP": _GPT_OSS,
     "GraniteMoeHybridMoE": _GRANITE,
     "GraniteMoeMoE": _GRANITE,
     "GraniteMoeSWAMoE": _GRANITE,
@@ -95,35 +119,60 @@ PLANS: dict[str, Plan] = {
         shared="shared_experts",
         only={"gate.router_logit_softcapping": 0},
     ),
+    "Llama4TextMoe": Plan(
+        score="sigmoid",
+        renormalize=False,
+        router="router",
+        score_before_experts=True,
+        shared="shared_expert",
+        outside=Flags(gated=True, biased=False, transposed=True, normed=False, expert_parallel=False),
+    ),
     "MellumSparseMoeBlock": _FLAGGED,
     "MiMoV2FlashMoE": replace(_DEEPSEEK_V3, shared=None),
     "MiniMaxM2SparseMoeBlock": replace(_MIXTRAL, score="sigmoid", bias="e_score_correction_bias"),
+    "MiniMaxM3VLSparseMoeBlock": Plan(
+        score="sigmoid", bias="gate.e_score_correction_bias", scale="routed_scaling_factor", shared="shared_experts"
+    ),
     "MiniMaxSparseMoeBlock": _MIXTRAL,
     "Mistral4MoE": replace(_DEEPSEEK_V3, score="softmax", bias=None),
     "MistralLarge4TextMoE": replace(_DEEPSEEK_V3, score="softmax", renormalize=True, bias=None),
     "MixtralSparseMoeBlock": _MIXTRAL,
+    "NemotronHMoE": replace(_DEEPSEEK_V3, only={"config.moe_latent_size": None}),
     "OlmoeSparseMoeBlock": _FLAGGED,
+    # The weights are divided by the number of choices, and the sum is multiplied by it.
+    "OpenAIPrivacyFilterMLP": replace(_GPT_OSS, scale=lambda block: block.num_experts / block.router.top_k),
+    "Qwen2MoeSparseMoeBlock": _QWEN2,
     "Qwen3MoeSparseMoeBlock": _FLAGGED,
+    "Qwen3NextSparseMoeBlock": _QWEN2,
+    "Qwen3OmniMoeTalkerTextSparseMoeBlock": _QWEN2,
     "Qwen3OmniMoeThinkerTextSparseMoeBlock": _FLAGGED,
     "Qwen3VLMoeTextSparseMoeBlock": Plan(),
+    "Qwen3_5MoeSparseMoeBlock": replace(_QWEN2, renormalize=True),
+    "Qwen4ExpTextSparseMoeBlock": _QWEN2,
     "SolarOpenMoE": _DEEPSEEK_V3,
     "UnlimitedOcrTextMoe": _DEEPSEEK_V2,
 }
 """The plan of each class of blocks, by the name of the class."""
 
-_GATED_SHARED_EXPERT = "a gate multiplies the output of its shared expert"
+_SOFTPLUS = "its scores are square roots of softplus, neither a softmax nor a sigmoid"
+_KINDS_OF_EXPERTS = "images have other experts than text"
+_ROUTER_OF_GEMMA = "its router normalises and scales tokens, and every expert has a factor of its weights"
 
 DIFFERENT: dict[str, str] = {
     "AXK1MoE": "it normalises its output",
-    "Cohere2MoeSparseMoeBlock": "the kind of its scores, and of its sum with the shared experts, is an option",
-    "DeepseekV4SparseMoeBlock": "its scores are neither a softmax nor a sigmoid",
-    "GptOssMLP": "its router has a bias, and its experts have biases and a gate of their own",
+    "DeepseekV4SparseMoeBlock": _SOFTPLUS + ", and some layers choose experts by token ids",
+    "DiffusionGemmaDecoderTextLayer": _ROUTER_OF_GEMMA,
+    "DiffusionGemmaEncoderTextLayer": _ROUTER_OF_GEMMA,
+    "Ernie4_5_VLMoeMoeBlock": _KINDS_OF_EXPERTS,
+    "Ernie4_5_VLMoeSparseMoeBlock": _KINDS_OF_EXPERTS,
+    "Gemma4TextDecoderLayer": _ROUTER_OF_GEMMA,
+    "HYV4MoE": "its experts clamp what they multiply, and its shared experts do not",
+    "Inkling2SparseMoeBlock": _SOFTPLUS,
+    "InklingMoE": "the weights of its shared experts are normalised together with those of the choices",
     "Kolibri1SparseMoeBlock": "the bias is added to its logits, not to its scores",
     "Lfm2MoeSparseMoeBlock": "it divides the weights by their sum plus 1e-6",
-    "Llama4TextMoe": "the scores multiply the input of its experts",
+    "MuseSparkMoE": "its experts lie between two projections, and every output is normalised",
     "PhimoeSparseMoeBlock": "its router masks logits by the sparse mixer of Phi",
-    "Qwen2MoeSparseMoeBlock": _GATED_SHARED_EXPERT,
-    "Qwen3NextSparseMoeBlock": _GATED_SHARED_EXPERT,
-    "Qwen3_5MoeSparseMoeBlock": _GATED_SHARED_EXPERT,
+    "ZayaSparseMoeBlock": "its router is a network that takes what the router of the layer before has computed",
 }
 """Blocks that :class:`pymoe.nn.MoE` cannot replace, with the reason."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._common import checks
+from pymoe._common.types import ActivationKind
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.activations import fused_activation, gated_activation
+from pymoe.integrations.transformers.activations import dense_activation, fused_activation, gated_activation
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS, Plan
 from pymoe.nn import MoE
 from pymoe.nn.plain_calls import attached_to
@@ -20,11 +21,15 @@ from pymoe.nn.plain_calls import attached_to
 def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:
     """Return a :class:`pymoe.nn.MoE` that computes what a sparse block of transformers computes.
 
-    It takes blocks of Mixtral, OLMoE, Qwen3-MoE, Granite, Jamba, DeepSeek-V2 and -V3, GLM-4, Ernie 4.5 and others with
-    routing that the layer supports: a softmax or a sigmoid over all experts, groups, a bias of the choice, a factor of
-    the weights, and shared experts without a gate. The weights are copied and keep their bits, dtypes, devices and
+    It takes blocks of Mixtral, OLMoE, Qwen2-MoE to Qwen3.5-MoE, GPT-OSS, Llama 4, Granite, Jamba, DeepSeek-V2 and -V3,
+    GLM-4, Ernie 4.5, Nemotron-H and others with routing that the layer supports: a softmax or a sigmoid over all
+    experts, groups, biases of the logits and of the choice, a factor of the weights, weights before or behind the
+    experts, and shared experts with or without a gate. The weights are copied and keep their bits, dtypes, devices and
     ``requires_grad``. Outputs agree to rounding in float32. In bfloat16, some of transformers' routers round their
     logits, while this one computes them in float32, so some tokens may choose another expert.
+
+    The layer returns its output alone, in the shape of the tokens. Blocks of GPT-OSS and Llama 4 return a pair, so a
+    layer cannot take their place inside of the model.
 
     Args:
         block: the module that takes the place of a dense feed-forward network in a layer, such as
@@ -44,9 +49,13 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
     name = "from_transformers"
     plan = _plan(name, type(block))
     _check_plain(name, block, _OF_BLOCKS)
-    for weight in ("gate_up_proj", "down_proj"):
+    for weight in _weights(block, plan):
         checks.floating(f"{name} ({type(block).__name__})", f"experts.{weight}", getattr(block.experts, weight))
-    _check_weights(name, block, [key for one in _parts(block, plan) for key in one.block_keys])
+    parts = _parts(block, plan)
+    keys = [key for one in parts for key in one.block_keys]
+    _check_weights(name, block, keys)
+    if lost := [key for key in block.state_dict() if key not in keys]:
+        raise ValueError(f"{name}: expected a {type(block).__name__} with known weights alone, got {lost[0]!r}")
     options = _options(name, block, plan)
     if plan.bias is not None and not bias_update_rate > 0:
         raise ValueError(
@@ -55,7 +64,6 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
         )
     moe = MoE(**options, bias_update_rate=bias_update_rate if plan.bias else 0.0, device="meta")
     state, shapes = block.state_dict(), _shapes(moe)
-    parts = _parts(block, plan)
     moe.load_state_dict({one.layer_key: one.joined(state, shapes) for one in parts}, assign=True)
     for one in parts:
         _set_requires_grad(moe, [one.layer_key], _requires_grad(block, one.block_keys))
@@ -70,7 +78,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
     block.
 
     Args:
-        moe: the layer; its activation is swiglu, it has no biases and no capacity.
+        moe: the layer, with the options of such a block and without a capacity.
         block_class: a class of blocks that :func:`from_transformers` takes.
         config: the configuration of the model that the block is for.
 
@@ -88,21 +96,21 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
     _check_plain(name, moe, _OF_LAYERS)
     for weight in ("w_in", "w_out"):
         checks.floating(f"{name} (MoE)", f"experts.{weight}", getattr(moe.experts, weight))
-    _check_weights(name, moe, ["router.weight", "experts.w_in", "experts.w_out"])
     plan = _plan(name, block_class)
     with torch.device("meta"):
         block = block_class(config)
-    for option, expected in {**_options(name, block, plan), "bias": False, "capacity_factor": None}.items():
+    for option, expected in {**_options(name, block, plan), "capacity_factor": None}.items():
         if (seen := _option(moe, option)) != expected:
             raise ValueError(
                 f"{name}: expected a layer with {option}={expected!r}, as {block_class.__name__} has it, got {seen!r}"
             )
     if plan.bias is None and moe.router.expert_bias is not None:
         raise ValueError(f"{name}: expected a layer without expert bias, which {block_class.__name__} lacks")
+    parts = _parts(block, plan)
+    _check_weights(name, moe, [one.layer_key for one in parts if one.layer_key != "router.expert_bias"])
     state, shapes = moe.state_dict(), _shapes(block)
     if plan.bias is not None:
         state.setdefault("router.expert_bias", torch.zeros(moe.num_experts, device=moe.router.weight.device))
-    parts = _parts(block, plan)
     block.load_state_dict({key: tensor for one in parts for key, tensor in one.split(state, shapes)}, assign=True)
     for one in parts:
         _set_requires_grad(block, one.block_keys, _requires_grad(moe, [one.layer_key]))
@@ -129,18 +137,35 @@ class _Part(NamedTuple):
             yield key, piece.clone(memory_format=torch.contiguous_format).reshape(shapes[key])
 
 
+def _flags(block: Any, plan: Plan) -> interface.Flags:
+    return plan.outside or interface.flags(block.experts)
+
+
+def _weights(block: Any, plan: Plan) -> tuple[str, str]:
+    """Return the names of the two weights of the block's experts."""
+    return ("gate_up_proj" if _flags(block, plan).gated else "up_proj"), "down_proj"
+
+
 def _parts(block: Any, plan: Plan) -> list[_Part]:
-    transposed = interface.flags(block.experts).transposed
+    flags = _flags(block, plan)
+    w_in, w_out = (f"experts.{name}" for name in _weights(block, plan))
     parts = [
         _Part("router.weight", (f"{plan.router}.{plan.weight}",)),
-        _Part("experts.w_in", ("experts.gate_up_proj",), transposed),
-        _Part("experts.w_out", ("experts.down_proj",), transposed),
+        _Part("experts.w_in", (w_in,), flags.transposed),
+        _Part("experts.w_out", (w_out,), flags.transposed),
     ]
+    if flags.biased:
+        parts += [_Part("experts.b_in", (f"{w_in}_bias",)), _Part("experts.b_out", (f"{w_out}_bias",))]
+    if plan.router_bias is not None:
+        parts.append(_Part("router.bias", (plan.router_bias,)))
     if plan.bias is not None:
         parts.append(_Part("router.expert_bias", (plan.bias,)))
-    if _shared(block, plan) is not None:
-        gate, up, down = (f"{plan.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        parts += [_Part("shared.w_in", (gate, up)), _Part("shared.w_out", (down,))]
+    if (shared := _shared(block, plan)) is not None:
+        names = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(shared, name)]
+        parts.append(_Part("shared.w_in", tuple(f"{plan.shared}.{name}.weight" for name in names)))
+        parts.append(_Part("shared.w_out", (f"{plan.shared}.down_proj.weight",)))
+        if plan.shared_gate is not None:
+            parts.append(_Part("shared.w_gate", (plan.shared_gate,)))
     return parts
 
 
@@ -188,18 +213,18 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
     """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if none would."""
-    kind = type(block).__name__
-    for attribute, expected in plan.only.items():
+    kind, flags = type(block).__name__, _flags(block, plan)
+    assumed = plan.only if _shared(block, plan) is None else plan.only | plan.only_shared
+    for attribute, expected in assumed.items():
         if (seen := attrgetter(attribute)(block)) != expected:
             raise ValueError(f"{name}: expected a {kind} with {attribute}={expected!r}, got {seen!r}")
-    if fused_activation(block.experts) != "swiglu":
+    activation = gated_activation(block.experts.act_fn) if plan.outside else fused_activation(block.experts)
+    if activation is None or callable(activation):
         seen = type(getattr(block.experts, "act_fn", None)).__name__
-        raise ValueError(f"{name}: expected a {kind} whose experts compute a plain swiglu, got {seen}")
+        raise ValueError(f"{name}: expected a {kind} whose experts compute one of pymoe's activations, got {seen}")
     router = attrgetter(plan.router)(block)
     down = block.experts.down_proj
-    num_experts, hidden_size, ffn_size = (
-        down.transpose(1, 2).shape if interface.flags(block.experts).transposed else down.shape
-    )
+    num_experts, hidden_size, ffn_size = down.transpose(1, 2).shape if flags.transposed else down.shape
     routed = attrgetter(plan.weight)(router).shape[0]
     if routed != num_experts:
         raise ValueError(
@@ -211,28 +236,41 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
         "ffn_size": ffn_size,
         "num_experts": num_experts,
         "top_k": router.top_k,
-        "activation": "swiglu",
-        "score": plan.score,
-        "renormalize": bool(attrgetter(plan.renormalize)(block))
-        if isinstance(plan.renormalize, str)
-        else plan.renormalize,
-        "scale": 1.0 if plan.scale is None else float(attrgetter(plan.scale)(block)),
+        "activation": activation,
+        "bias": flags.biased,
+        "score": plan.score(block) if callable(plan.score) else plan.score,
+        "renormalize": bool(_value(block, plan.renormalize)),
+        "scale": 1.0 if plan.scale is None else float(_value(block, plan.scale)),
+        "router_bias": plan.router_bias is not None,
+        "score_before_experts": plan.score_before_experts,
         "num_groups": router.num_group if plan.groups else None,
         "topk_groups": router.topk_group if plan.groups else None,
-        "num_shared_experts": _num_shared_experts(name, block, plan, ffn_size),
+        "num_shared_experts": _num_shared_experts(name, block, plan, activation, ffn_size),
+        "shared_gate": plan.shared_gate is not None,
     }
 
 
+def _value(block: Any, where: Any) -> Any:
+    """Return what a plan says of a block: the attribute at a path, the result of a function, or the value itself."""
+    if isinstance(where, str):
+        return attrgetter(where)(block)
+    return where(block) if callable(where) else where
+
+
 def _shared(block: Any, plan: Plan) -> Any:
-    return None if plan.shared is None else attrgetter(plan.shared)(block)
+    return None if plan.shared is None else getattr(block, plan.shared, None)
 
 
-def _num_shared_experts(name: str, block: Any, plan: Plan, ffn_size: int) -> int:
+def _num_shared_experts(name: str, block: Any, plan: Plan, activation: ActivationKind, ffn_size: int) -> int:
     shared, kind = _shared(block, plan), type(block).__name__
     if shared is None:
         return 0
-    if gated_activation(shared.act_fn) != "swiglu" or shared.down_proj.bias is not None:
-        raise ValueError(f"{name}: expected a {kind} whose shared experts are a swiglu without biases, got {shared}")
+    biased = any(isinstance(layer, nn.Linear) and layer.bias is not None for layer in shared.children())
+    if dense_activation(shared) != activation or biased:
+        raise ValueError(
+            f"{name}: expected a {kind} whose shared experts compute {activation!r}, as the others do, without biases, "
+            f"got {shared}"
+        )
     number, rest = divmod(shared.down_proj.weight.shape[1], ffn_size)
     if rest:
         raise ValueError(
@@ -246,8 +284,12 @@ def _option(moe: MoE, option: str) -> Any:
     """Return the value of ``option`` with which ``moe`` was built."""
     if option == "bias":
         return moe.experts.b_in is not None
+    if option == "router_bias":
+        return moe.router.bias is not None
     if option == "num_shared_experts":
         return 0 if moe.shared is None else moe.shared.ffn_size // moe.experts.ffn_size
+    if option == "shared_gate":
+        return moe.shared is not None and moe.shared.gate
     part = next(part for part in (moe, moe.router, moe.experts) if hasattr(part, option))
     return getattr(part, option)
 

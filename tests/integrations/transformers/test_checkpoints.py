@@ -1,18 +1,22 @@
 """Tests of converting sparse blocks of transformers to MoE and back: equal outputs, weights with equal bits."""
 
+import copy
+
 import pytest
 import tiny_models
 import torch
 
 from pymoe.integrations.transformers import from_transformers, to_transformers
 from pymoe.integrations.transformers.blocks import DIFFERENT, PLANS
-from pymoe.nn import MoE, quantize_experts, update_expert_biases
+from pymoe.nn import MoE, load_quantized, quantize_experts, save_quantized, update_expert_biases
 
 MODELS = {
     "afmoe": "AfmoeSparseMoeBlock",
     "aria": "AriaTextMoELayer",
+    "axk2": "AXK2MoE",
     "bailing_hybrid": "BailingHybridMoE",
     "beam": "BeamMoE",
+    "cohere2_moe": "Cohere2MoeSparseMoeBlock",
     "deepseek_ocr2": "DeepseekOcr2TextMoe",
     "deepseek_v2": "DeepseekV2Moe",
     "deepseek_v3": "DeepseekV3MoE",
@@ -26,7 +30,9 @@ MODELS = {
     "glm4_moe": "Glm4MoeMoE",
     "glm4_moe_lite": "Glm4MoeLiteMoE",
     "glm4v_moe": "Glm4vMoeTextMoE",
+    "glm5_next": "Glm5NextTextMoE",
     "glm_moe_dsa": "GlmMoeDsaMoE",
+    "gpt_oss": "GptOssMLP",
     "granitemoe": "GraniteMoeMoE",
     "granitemoe_swa": "GraniteMoeSWAMoE",
     "granitemoehybrid": "GraniteMoeHybridMoE",
@@ -36,38 +42,99 @@ MODELS = {
     "jamba": "JambaSparseMoeBlock",
     "kimi_linear": "KimiLinearMoE",
     "laguna": "LagunaSparseMoeBlock",
+    "llama4": "Llama4TextMoe",
     "mellum": "MellumSparseMoeBlock",
     "mimo_v2_flash": "MiMoV2FlashMoE",
     "minimax": "MiniMaxSparseMoeBlock",
     "minimax_m2": "MiniMaxM2SparseMoeBlock",
+    "minimax_m3_vl": "MiniMaxM3VLSparseMoeBlock",
     "mistral4": "Mistral4MoE",
     "mistral_large4": "MistralLarge4TextMoE",
     "mixtral": "MixtralSparseMoeBlock",
+    "nemotron_h": "NemotronHMoE",
     "olmoe": "OlmoeSparseMoeBlock",
+    "openai_privacy_filter": "OpenAIPrivacyFilterMLP",
+    "qwen2_moe": "Qwen2MoeSparseMoeBlock",
+    "qwen3_5_moe": "Qwen3_5MoeSparseMoeBlock",
     "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    "qwen3_next": "Qwen3NextSparseMoeBlock",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+    "qwen3_omni_moe talker": "Qwen3OmniMoeTalkerTextSparseMoeBlock",
     "qwen3_vl_moe": "Qwen3VLMoeTextSparseMoeBlock",
+    "qwen4_exp": "Qwen4ExpTextSparseMoeBlock",
     "solar_open": "SolarOpenMoE",
     "unlimited_ocr": "UnlimitedOcrTextMoe",
 }
-REFUSED = {"axk1": "AXK1MoE", "gpt_oss": "GptOssMLP", "llama4": "Llama4TextMoe", "qwen2_moe": "Qwen2MoeSparseMoeBlock"}
+CLAMPED = {"swiglu_limit": 1.5}  # so small that the tests' tokens exceed it
+OPTIONS = {
+    "AXK2MoE": {"n_group": None},
+    "Cohere2MoeSparseMoeBlock": {"shared_expert_combination_strategy": "sum"},
+    **dict.fromkeys(("Glm5NextTextMoE", "GptOssMLP", "MiniMaxM3VLSparseMoeBlock", "OpenAIPrivacyFilterMLP"), CLAMPED),
+    "NemotronHMoE": {"moe_shared_expert_intermediate_size": 80},
+}
+"""Options of configurations that blocks need to be taken, or that show what they compute."""
+REFUSED = {
+    "axk1": "AXK1MoE",
+    "deepseek_v4": "DeepseekV4SparseMoeBlock",
+    "gemma4": "Gemma4TextDecoderLayer",
+    "hy_v4": "HYV4MoE",
+    "inkling2": "Inkling2SparseMoeBlock",
+    "kolibri1": "Kolibri1SparseMoeBlock",
+    "lfm2_moe": "Lfm2MoeSparseMoeBlock",
+    "muse_spark": "MuseSparkMoE",
+    "phimoe": "PhimoeSparseMoeBlock",
+    "zaya": "ZayaSparseMoeBlock",
+}
+
+
+def talker():
+    """Return a block of the talker of Qwen3-Omni, which no tiny model has, and its configuration."""
+    from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configuration
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as modeling
+
+    config = tiny_models.configuration(configuration.Qwen3OmniMoeTalkerTextConfig, {})
+    config.shared_expert_intermediate_size = 80
+    return modeling.Qwen3OmniMoeTalkerTextSparseMoeBlock(config), config
 
 
 def block_of(model, name):
-    """Return the last block of this class in a tiny model, with random weights large enough that choices differ."""
-    built = tiny_models.build(model)
-    if hasattr(built.config, "_experts_implementation"):
-        built.config._experts_implementation = "eager"
-    block = [module for module in built.modules() if type(module).__name__ == name][-1]
+    """Return the last block of this class in a tiny model, with random weights large enough that choices differ, and
+    its configuration.
+    """
+    if model.endswith("talker"):
+        block, config = talker()
+    else:
+        built = tiny_models.build(model)
+        block, config = [one for one in built.modules() if type(one).__name__ == name][-1], built.config
+    if name in OPTIONS:
+        config = config.get_text_config()
+        for option, value in OPTIONS[name].items():
+            setattr(config, option, value)
+        block = type(block)(config)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+    block.eval().requires_grad_()
     generator = torch.Generator().manual_seed(0)
     for key, tensor in block.state_dict().items():
-        scale = 0.05 if "bias" in key else 0.3
+        scale = 0.05 if "bias" in key and "proj" not in key else 0.3
         tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
-    return block, built.config
+    return block, config
 
 
-def tokens(block):
-    return torch.randn(3, 20, block.experts.down_proj.shape[1 if not block.experts.is_transposed else 2])
+def tokens(block, *shape):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*(shape or (3, 20)), 64, generator=generator)
+
+
+def output_of(block, x):
+    """Return what a block adds to its tokens; some return the router's results, too, or rows without a batch."""
+    y = block(x)
+    return (y[0] if isinstance(y, tuple) else y).reshape(x.shape)
+
+
+def relative_error(found, expected):
+    """Return the largest difference as a share of the largest value; NaN, which no bound allows, if all are 0."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def states_equal(one, other):
@@ -88,19 +155,83 @@ def test_every_plan_is_tested():
 def test_a_block_becomes_a_layer_and_comes_back(model, name):
     block, config = block_of(model, name)
     moe = from_transformers(block)
-    x = tokens(block)
-    with torch.no_grad():
-        expected, found = block(x), moe(x)
-    error = (found - expected).abs().max() / expected.abs().max()
-    assert error <= 1e-6
-    assert moe.stats.load.gt(0).sum() > moe.top_k, "the tokens choose various experts"
     assert not moe.training
+    for shape in ((1, 1), (2, 7), (3, 20)):
+        x = tokens(block, *shape)
+        with torch.no_grad():
+            expected, found = output_of(block, x), moe(x)
+        assert relative_error(found, expected) <= 1e-6
+    assert moe.stats.load.gt(0).sum() > moe.top_k, "the tokens choose various experts"
 
     back = to_transformers(moe, type(block), config.get_text_config())
     assert states_equal(back, block)
     with torch.no_grad():
-        assert torch.equal(back(x), expected)
+        assert torch.equal(output_of(back, x), expected)
     assert states_equal(from_transformers(back), moe)
+
+
+@pytest.mark.thinned(usual=20)
+@pytest.mark.parametrize(("model", "name"), MODELS.items(), ids=MODELS.keys())
+def test_gradients_are_those_of_the_block(model, name):
+    block, _ = block_of(model, name)
+    moe = from_transformers(block.train())
+    x, again = tokens(block).requires_grad_(), tokens(block).requires_grad_()
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    (output_of(block, x) * direction).sum().backward()
+    (moe(again) * direction).sum().backward()
+    of_block = copy.deepcopy(block)
+    for parameter, original in zip(of_block.parameters(), block.parameters(), strict=True):
+        parameter.data = torch.zeros_like(original) if original.grad is None else original.grad  # a bias of the choice
+    expected = dict(from_transformers(of_block).named_parameters()) | {"x": x.grad}
+    found = {key: parameter.grad for key, parameter in moe.named_parameters()} | {"x": again.grad}
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        error = relative_error(gradient, expected[key])
+        assert error <= 1e-5, f"{key}: {error}"
+
+
+@pytest.mark.thinned(usual=20)
+@pytest.mark.parametrize(("model", "name"), MODELS.items(), ids=MODELS.keys())
+def test_in_bfloat16_a_layer_is_as_close_as_its_rounding_allows(model, name):
+    """The exact block has the same rounded weights in float32. Tokens that choose other experts are left out."""
+    block, _ = block_of(model, name)
+    moe = from_transformers(block.bfloat16())
+    exact = from_transformers(block.float())
+    x = tokens(block).bfloat16()
+    with torch.no_grad():
+        expected, found = output_of(block, x.float()).flatten(0, 1), moe(x).flatten(0, 1)
+        chosen = [layer.router(rows.flatten(0, 1))[0].experts for layer, rows in ((moe, x), (exact, x.float()))]
+    assert found.dtype == torch.bfloat16
+    same = (chosen[0] == chosen[1]).all(dim=1)
+    assert same.float().mean() >= 0.9
+    assert relative_error(found.float()[same], expected[same]) <= 2**-6
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "nemotron_h", "qwen2_moe"])
+def test_steps_of_training_agree(model):
+    block, _ = block_of(model, MODELS[model])
+    moe = from_transformers(block.train())
+    for one in (block, moe):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.01)
+        for step in range(5):
+            optimizer.zero_grad()
+            output_of(one, tokens(block, step + 2, 7)).square().mean().backward()
+            optimizer.step()
+    state = from_transformers(block).state_dict()
+    for key, tensor in moe.state_dict().items():
+        assert relative_error(tensor, state[key]) <= 1e-5, key
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "llama4", "nemotron_h", "qwen2_moe"])
+def test_layers_of_blocks_are_quantised_and_saved(model, tmp_path):
+    block, _ = block_of(model, MODELS[model])
+    moe = from_transformers(block)
+    quantize_experts(moe, bits=8)
+    x = tokens(block)
+    save_quantized(moe, tmp_path / "layer.safetensors")
+    with torch.no_grad():
+        assert relative_error(moe(x), output_of(block, x)) <= 0.02
+        assert relative_error(load_quantized(tmp_path / "layer.safetensors")(x), moe(x)) <= 1e-6
 
 
 def test_weights_keep_dtypes_and_are_copies():
@@ -172,6 +303,51 @@ def test_a_bias_that_the_layer_lacks_becomes_zero():
     back = to_transformers(plain, type(block), config)
     assert back.gate.e_score_correction_bias.eq(0).all()
     torch.testing.assert_close(back(tokens(block)).shape, tokens(block).shape)
+
+
+def test_scores_that_are_an_option_of_the_configuration():
+    block, config = block_of("cohere2_moe", "Cohere2MoeSparseMoeBlock")
+    x = tokens(block)
+    for score, norm in (("softmax", False), ("sigmoid", False), ("sigmoid", True)):
+        block.gate.expert_selection_fn, block.gate.norm_topk_prob = score, norm
+        moe = from_transformers(block)
+        assert (moe.router.score, moe.router.renormalize) == (score, norm or score == "softmax")
+        with torch.no_grad():
+            assert relative_error(moe(x), block(x)) <= 1e-6
+    with pytest.raises(ValueError, match="expected a layer with score='softmax', as Cohere2MoeSparseMoeBlock has it"):
+        to_transformers(moe, type(block), config)
+
+    block.shared_expert_combination_strategy = "average"
+    message = "expected a Cohere2MoeSparseMoeBlock with shared_expert_combination_strategy='sum', got 'average'"
+    with pytest.raises(ValueError, match=message):
+        from_transformers(block)
+    config.num_shared_experts = 0
+    config.shared_expert_combination_strategy = "average"  # of no effect now
+    block = type(block)(config).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.3)
+        assert relative_error(from_transformers(block)(x), block(x)) <= 1e-6
+
+
+def test_projections_around_experts_are_refused():
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    _, config = block_of("nemotron_h", "NemotronHMoE")
+    config.moe_latent_size = 24
+    message = r"from_transformers: expected a NemotronHMoE with known weights alone, got 'fc[12]_latent_proj\.weight'"
+    with pytest.raises(ValueError, match=message):
+        from_transformers(NemotronHMoE(config))
+    with pytest.raises(ValueError, match=r"expected a NemotronHMoE with config\.moe_latent_size=None, got 24"):
+        to_transformers(MoE(64, 40, 8, 3), NemotronHMoE, config)
+
+
+def test_a_weight_that_is_not_known_is_refused():
+    """A part that another version of transformers adds to a block would be lost without a word."""
+    block, _ = block_of("qwen3_moe", "Qwen3MoeSparseMoeBlock")
+    block.shared_expert = torch.nn.Linear(64, 64, bias=False)
+    with pytest.raises(ValueError, match="expected a Qwen3MoeSparseMoeBlock with known weights alone, got 'shared_exp"):
+        from_transformers(block)
 
 
 @pytest.mark.parametrize(("model", "name"), REFUSED.items(), ids=REFUSED.keys())
@@ -329,15 +505,15 @@ def test_options_that_the_layer_lacks_are_refused():
         from_transformers(block)
     block.gate.weight = gate
     block.experts.act_fn = torch.nn.Tanh()
-    with pytest.raises(
-        ValueError, match="expected a MixtralSparseMoeBlock whose experts compute a plain swiglu, got Tan"
-    ):
+    message = "expected a MixtralSparseMoeBlock whose experts compute one of pymoe's activations, got Tan"
+    with pytest.raises(ValueError, match=message):
         from_transformers(block)
     block, _ = block_of("deepseek_v3", "DeepseekV3MoE")
     with pytest.raises(ValueError, match="bias_update_rate must be greater than 0 for a block whose choice has a bias"):
         from_transformers(block, bias_update_rate=0.0)
     block.shared_experts.act_fn = torch.nn.Tanh()
-    with pytest.raises(ValueError, match="expected a DeepseekV3MoE whose shared experts are a swiglu without biases"):
+    message = "expected a DeepseekV3MoE whose shared experts compute 'swiglu', as the others do, without biases"
+    with pytest.raises(ValueError, match=message):
         from_transformers(block)
-    with pytest.raises(ValueError, match="got Linear; known are AfmoeSparseMoeBlock, "):
+    with pytest.raises(ValueError, match="got Linear; known are AXK2MoE, "):
         from_transformers(torch.nn.Linear(2, 2))
