@@ -1,6 +1,7 @@
-"""Folders that pymoe has saved and whose experts have several formats: the format of each weight.
+"""Folders that pymoe has saved and whose weights have several formats: the format of each weight.
 
-``NAME.sizes`` of each weight holds the number of its format; the folder's configuration says "stored".
+``NAME.sizes`` of each packed weight holds the number of its format. The folder's configuration says "stored" if experts
+have several, and nothing of dense layers unless they are those that ``linear_bits`` packs.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ ENDING = ".sizes"
 """What the name of the sizes has in addition to that of the weight."""
 
 
-def formats_in(files: Iterable[str], model: Any, weights: Iterable[str]) -> dict[str, Format]:
-    """Return the formats of stacked weights, by their names in the model.
+def numbers_in(files: Iterable[str], model: Any) -> dict[str, int]:
+    """Return the numbers of packed weights' formats, by the names of the weights in the model.
 
     Args:
         files: paths of the safetensors.
         model: the model, before its weights are replaced.
-        weights: names of the weights.
-
-    Raises:
-        ValueError: a weight has no sizes, or a number that is not in ``FORMATS``.
     """
     numbers: dict[str, int] = {}
     for file in opened(files):
         names = [name for name in list(file.keys()) if name.endswith(ENDING)]
         numbers |= {name.removesuffix(ENDING): int(file.get_tensor(name).flatten()[0]) for name in names}
-    numbers = {name: numbers[own] for own, name in interface.names_in_model(model, numbers).items()}
+    return {name: numbers[own] for own, name in interface.names_in_model(model, numbers).items()}
+
+
+def formats_of(weights: Iterable[str], numbers: Mapping[str, int]) -> dict[str, Format]:
+    """Return the formats of weights, by their names in the model, from :func:`numbers_in`.
+
+    Raises:
+        ValueError: a weight has no number, or one that is not in ``FORMATS``.
+    """
     kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}
     for weight in weights:

@@ -10,7 +10,7 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
   configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
-  compressed-tensors, whose other weights are widened.
+  compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
   experts stay in the format nearest to theirs, weight by weight: the model has several.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +37,8 @@ from pymoe.integrations.transformers import (
 )
 from pymoe.integrations.transformers.configuration import PymoeConfig, configuration_for, configuration_for_gguf
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import AS_STORED, StoredRows, opened
-from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
+from pymoe.integrations.transformers.stored_format import AS_STORED, WEIGHT, Format, StoredRows, opened
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
@@ -64,11 +64,11 @@ class PymoeQuantizer(HfQuantizer):
         if quantization_config.stored == gguf_files.STORED:  # their configurations name no method
             self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
-        """Method of files in which another program has quantised experts, and dense layers are not packed."""
+        """Method of files in which another program has quantised weights."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
-        self.dense: set[str] = set()
-        """Paths of those of them that are dense layers."""
+        self.dense: dict[str, Format] = {}
+        """Formats of those of them that are dense layers, by the paths of the layers."""
         self.missing: set[str] = set()
         """Names of the tensors that the model lacks; transformers' own set."""
         self.packed: set[str] = set()
@@ -119,10 +119,12 @@ class PymoeQuantizer(HfQuantizer):
         return {**self.gguf.others, **dict.fromkeys(self.gguf.stacked, empty)}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
-        for _file in opened(checkpoint_files or ()):
+        files = checkpoint_files or ()
+        for _file in opened(files):
             pass  # each is whole
         if isinstance(self.stored, StoredRows):
-            self._tensors = self.stored.tensors_in(checkpoint_files or ())
+            self._tensors = self.stored.tensors_in(files)
+        numbers = mixed_files.numbers_in(files, model) if self.pre_quantized and not self.stored else {}
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -140,17 +142,25 @@ class PymoeQuantizer(HfQuantizer):
                 f"got {min(self.weights)!r} that is not quantised"
             )
         if config.linear_bits is not None:
-            self.dense = quantized_dense.dense_layers(model)
+            self.dense = dict.fromkeys(quantized_dense.dense_layers(model), ("int", config.linear_bits))
             if not self.dense:
                 raise ValueError(
                     f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
                 )
+        elif isinstance(self.stored, StoredRows):
+            weights = {f"{name.rpartition('.')[0]}.{WEIGHT}" for name in self._tensors}
+            layers = quantized_dense.layers_of(model, set(interface.names_in_model(model, weights).values()))
+            self.dense = dict.fromkeys(layers, (self.stored.format, self.stored.bits))
+        else:
+            layers = quantized_dense.layers_of(model, numbers)
+            formats = mixed_files.formats_of((name + quantized_dense.ENDING for name in layers), numbers)
+            self.dense = {name.removesuffix(quantized_dense.ENDING): format for name, format in formats.items()}
         if not self.pre_quantized:
             check_rounded("from_pretrained", config.format)
         else:
-            self._place_layers(model, checkpoint_files or ())
-            if self.dense and not self.stored:
-                quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
+            self._place_layers(model, numbers)
+            if config.linear_bits is None or not self.stored:  # or Pack puts each in its place
+                quantized_dense.place_layers(model, self.dense)
             for layer in model.modules():
                 if isinstance(layer, QuantizedLinear):
                     interface.mark_initialized(layer)
@@ -158,8 +168,13 @@ class PymoeQuantizer(HfQuantizer):
                     self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
 
-    def _place_layers(self, model: Any, files: Iterable[str]) -> None:
-        """Put layers without bytes in the place of the stacked weights of a model on the meta device."""
+    def _place_layers(self, model: Any, numbers: Mapping[str, int]) -> None:
+        """Put layers without bytes in the place of the stacked weights of a model on the meta device.
+
+        Args:
+            model: the model.
+            numbers: the numbers of their formats, if pymoe has saved the files.
+        """
         config = self.quantization_config
         if config.format != AS_STORED:
             quantize_experts(model, config.bits, config.format)
@@ -167,7 +182,7 @@ class PymoeQuantizer(HfQuantizer):
             self.gguf.plan(model)
             mixed_files.place_layers(model, {name: one.format for name, one in self.gguf.stacked.items()})
         else:
-            mixed_files.place_layers(model, mixed_files.formats_in(files, model, sorted(self.weights)))
+            mixed_files.place_layers(model, mixed_files.formats_of(sorted(self.weights), numbers))
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -219,10 +234,15 @@ class PymoeQuantizer(HfQuantizer):
 
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
-        first = [
-            interface.converter(stored.sources([one]), own + quantized_dense.ENDING, Widen(self, [one], Pack(self)))
-            for own, one, _ in quantized_dense.sources(model, self.dense)
-        ]
+        first = []
+        layers = zip(sorted(self.dense), quantized_dense.sources(model, self.dense), strict=True)
+        for name, (own, one, _) in layers:
+            if self.quantization_config.linear_bits is not None:
+                sources, target = stored.sources([one]), own + quantized_dense.ENDING
+                first.append(interface.converter(sources, target, Widen(self, [one], Pack(self))))
+            else:
+                sources = stored.sources([one], unbiased=model.get_submodule(name).bias is None)
+                first.append(interface.converter(sources, f"{own}.packed", TakeRows(self, [one])))
         for name in WEIGHTS:
             whole = [rf"\.{name}$"]
             first.append(interface.converter(stored.sources(whole), f".{name}.packed", TakeRows(self, whole)))
@@ -236,7 +256,7 @@ class PymoeQuantizer(HfQuantizer):
                 continue
             weights: list[str] = list(one.source_patterns)
             if targets[0].rpartition(".")[2] in WEIGHTS:
-                sources, targets = stored.sources(weights, of_experts=True), [f"{targets[0]}.packed"]
+                sources, targets = stored.sources(weights, unbiased=True), [f"{targets[0]}.packed"]
                 operation: Any = TakeRows(self, weights, *one.operations)
             else:
                 sources, operation = stored.sources(weights), Widen(self, weights, *one.operations)
@@ -447,7 +467,7 @@ class _WithParts(_Known):
 
 
 class TakeRows(_WithParts, _Takes):
-    """Takes experts' weights from files that have them one by one: packs their codes and scales, which stay."""
+    """Takes weights from files that have experts one by one: packs their codes and scales, which stay."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
@@ -459,6 +479,8 @@ class TakeRows(_WithParts, _Takes):
             rows = {pattern: [self.stored.joined(parts) for parts in found.pop(pattern)] for pattern in list(found)}
             (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
+            if isinstance(layer, QuantizedDenseLinear):
+                all_rows = all_rows[None]
             return self.stored.packed_weight(name, all_rows, layer)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"expected weights in {self.stored.name}, got {name!r}: {error}") from error
