@@ -47,7 +47,7 @@ def formats_of(weights: Iterable[str], numbers: Mapping[str, int | None]) -> dic
     Raises:
         ValueError: such a weight has no number, or one that is not in ``FORMATS``.
     """
-    kinds: dict[int | None, Any] = {number: format for format, number in FORMATS.items()}
+    kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}
     for weight in weights:
         if weight not in numbers:

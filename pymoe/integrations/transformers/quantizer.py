@@ -549,7 +549,8 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
     quantizer = interface.quantizer_of(model)
-    if not layers and linear_bits is None and not isinstance(quantizer, PymoeQuantizer):
+    dense = any(quantized_dense.quantized_layers(model))
+    if not layers and not dense and not isinstance(quantizer, PymoeQuantizer):
         return
     place = "save_pretrained: expected a model"
     others = [
@@ -559,8 +560,15 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     ]
     if others:
         raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
-    formats = {(layer.bits, layer.format) for layer in layers.values()}
-    if any(_unquantised(one) for one in model.modules()):
+    formats: set[Any] = {(layer.bits, layer.format) for layer in layers.values()}
+    whole = [f"{n}.{weight}".lstrip(".") for n, one in model.named_modules() for weight in _unquantised(one)]
+    for name in whole:
+        if any(f"{name.rpartition('.')[0]}.{weight}".lstrip(".") in layers for weight in WEIGHTS):
+            raise ValueError(
+                f"{place} whose experts' weights are both quantised or both not, got {name!r}, which is not; save "
+                f"model.state_dict()"
+            )
+    if whole:
         formats.add((None, AS_STORED))
     if not formats:
         raise ValueError(
