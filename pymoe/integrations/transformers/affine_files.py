@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are integers of 4 or 8 bits: experts out of them.
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are integers of 4 or 8 bits.
 
 A weight (N, H) has codes q, and a scale s and a zero point z for each group of inputs of an output: it stands for
 ``(q - z) * s``. That is ``s * q + offset`` with ``offset = -z * s``, pymoe's format "affine", if the offset is a
@@ -56,7 +56,7 @@ class _Integers(StoredRows):
     ordered: bool
     """Whether inputs may be in groups in another order, so that the files must say the group of each."""
 
-    of_experts = ("bias",)
+    of_unbiased = ("bias",)
     order: ClassVar[str | None] = None
     """The part that says the group of each input; None if there is none."""
     needed: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
@@ -91,7 +91,7 @@ class _Integers(StoredRows):
         """Return (N, H + 8 * groups of pymoe's format) uint8."""
         bias = parts.get("bias")
         if bias is not None and bool(bias.any()):
-            raise ValueError("expected experts without a bias, or with zeros for it, got other numbers")
+            raise ValueError("expected no bias, or zeros for it, as the model has none, got other numbers")
         codes, scales, zeros = self._read_checked(parts)
         products = scales.double() * zeros.double()  # exact: 24 and 8 bits
         offsets = -products.float()

@@ -1,4 +1,4 @@
-"""Dense layers of transformers' models in 8 or 4 bits: which ones files hold packed, and their names in files.
+"""Dense layers of transformers' models in 8 or 4 bits: which ones are packed, and their names in files.
 
 A packed weight has the name of the weight that it replaces, ``PATH.weight``, and ``PATH.weight.sizes`` next to it.
 """
@@ -6,12 +6,13 @@ A packed weight has the name of the weight that it replaces, ``PATH.weight``, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
+from pymoe.integrations.transformers.stored_format import Format
 from pymoe.nn import QuantizedDenseLinear
 from pymoe.nn.quantized_dense import linears_of
 
@@ -20,8 +21,27 @@ ENDING = ".weight"
 
 
 def dense_layers(model: Any) -> set[str]:
-    """Return the paths of the layers that ``from_pretrained`` packs, before or after it has done so."""
+    """Return the paths of the layers that ``linear_bits`` packs, before or after it has done so."""
     return set(linears_of(model, interface.tied(model), packed=True))
+
+
+def layers_of(model: Any, weights: Container[str]) -> set[str]:
+    """Return the paths of the layers that can be packed among those with weights of these names, packed or not."""
+    return set(linears_of(model, interface.tied(model), select=lambda name, _: name + ENDING in weights, packed=True))
+
+
+def place_layers(model: Any, formats: Mapping[str, Format]) -> None:
+    """Put layers without bytes in the place of linear ones of a model on the meta device.
+
+    Args:
+        model: the model.
+        formats: the formats of the layers, by their paths.
+    """
+    for name, (format, bits) in formats.items():
+        linear = model.get_submodule(name)
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        layer = QuantizedDenseLinear(*sizes, bits=bits, format=format, device="meta", dtype=linear.weight.dtype)
+        model.set_submodule(name, layer.eval())
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedDenseLinear]]:
@@ -39,7 +59,7 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
     return layer
 
 
-def sources(model: Any, names: set[str]) -> Iterator[tuple[str, str, str]]:
+def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Yield for each layer its path, and patterns for the names of its weight and of its sizes in files.
 
     Files of a model without a head have no prefix before these names, so the path has none, either.
@@ -61,27 +81,21 @@ def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 
 
 def bits_to_save(model: nn.Module) -> int | None:
-    """Return the bits of the model's dense layers; None if none is quantised.
+    """Return the ``linear_bits`` that would pack a model's dense layers as they are, or None if there are none.
+
+    The files of other layers say the format of each of them; those of earlier versions need ``linear_bits``.
 
     Raises:
-        ValueError: files cannot describe them, because ``from_pretrained`` would pack other layers.
+        ValueError: ``from_pretrained`` would not put a packed layer where the model has one.
     """
-    place = "save_pretrained: expected a model"
     layers = dict(quantized_layers(model))
-    if not layers:
+    if others := sorted(layers.keys() - layers_of(model, {name + ENDING for name in layers})):
+        raise ValueError(
+            f"save_pretrained: expected a model whose configuration ties no dense layer in few bits to another layer, "
+            f"got {others[0]!r}; save model.state_dict()"
+        )
+    formats = {(layer.format, layer.bits) for layer in layers.values()}
+    if len(formats) != 1 or layers.keys() != dense_layers(model):
         return None
-    expected = dense_layers(model)
-    if others := sorted(layers.keys() - expected):
-        raise ValueError(
-            f"{place} with the dense layers in few bits that quantize_linears chooses by default, got {others[0]!r}, "
-            f"too; save model.state_dict()"
-        )
-    if whole := sorted(expected - layers.keys()):
-        raise ValueError(
-            f"{place} whose dense layers are all quantised or all not, got {whole[0]!r}, which is not; save "
-            f"model.state_dict()"
-        )
-    bits = sorted({layer.bits for layer in layers.values()})
-    if len(bits) > 1:
-        raise ValueError(f"{place} whose dense layers all have as many bits, got {bits}; save model.state_dict()")
-    return bits[0]
+    ((format, bits),) = formats
+    return bits if format == "int" else None

@@ -10,17 +10,18 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
   configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
-  compressed-tensors, whose other weights are widened.
+  compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
-  experts stay in the format nearest to theirs, weight by weight: the model has several.
+  experts stay in the format nearest to theirs, weight by weight: the model has several, and may have experts in none.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,8 @@ from pymoe.integrations.transformers import (
 )
 from pymoe.integrations.transformers.configuration import PymoeConfig, configuration_for, configuration_for_gguf
 from pymoe.integrations.transformers.quantized import stacked_weights
-from pymoe.integrations.transformers.stored_format import AS_STORED, StoredRows, opened
-from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
+from pymoe.integrations.transformers.stored_format import AS_STORED, WEIGHT, Format, StoredRows, opened
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
@@ -64,13 +65,15 @@ class PymoeQuantizer(HfQuantizer):
         if quantization_config.stored == gguf_files.STORED:  # their configurations name no method
             self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
-        """Method of files in which another program has quantised experts, and dense layers are not packed."""
+        """Method of files in which another program has quantised weights."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
-        self.dense: set[str] = set()
-        """Paths of those of them that are dense layers."""
+        self.dense: dict[str, Format] = {}
+        """Formats of those of them that are dense layers, by the paths of the layers."""
         self.missing: set[str] = set()
         """Names of the tensors that the model lacks; transformers' own set."""
+        self.floating: set[str] = set()
+        """Names of stacked weights that files hold in floating point next to packed ones."""
         self.packed: set[str] = set()
         """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
@@ -110,6 +113,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the model; transformers passes None if nothing but a GGUF file could say it."""
+        if dtype is None and self.gguf is not None:
+            dtype = self.gguf.dtype
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
@@ -119,10 +124,12 @@ class PymoeQuantizer(HfQuantizer):
         return {**self.gguf.others, **dict.fromkeys(self.gguf.stacked, empty)}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
-        for _file in opened(checkpoint_files or ()):
+        files = checkpoint_files or ()
+        for _file in opened(files):
             pass  # each is whole
         if isinstance(self.stored, StoredRows):
-            self._tensors = self.stored.tensors_in(checkpoint_files or ())
+            self._tensors = self.stored.tensors_in(files)
+        numbers = mixed_files.numbers_in(files, model) if self.pre_quantized and not self.stored else {}
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -140,17 +147,25 @@ class PymoeQuantizer(HfQuantizer):
                 f"got {min(self.weights)!r} that is not quantised"
             )
         if config.linear_bits is not None:
-            self.dense = quantized_dense.dense_layers(model)
+            self.dense = dict.fromkeys(quantized_dense.dense_layers(model), ("int", config.linear_bits))
             if not self.dense:
                 raise ValueError(
                     f"from_pretrained: expected a model with dense layers for linear_bits, got {type(model).__name__}"
                 )
+        elif isinstance(self.stored, StoredRows):
+            weights = {f"{name.rpartition('.')[0]}.{WEIGHT}" for name in self._tensors}
+            layers = quantized_dense.layers_of(model, set(interface.names_in_model(model, weights).values()))
+            self.dense = dict.fromkeys(layers, (self.stored.format, self.stored.bits))
+        else:
+            layers = quantized_dense.layers_of(model, numbers)
+            formats = mixed_files.formats_of((name + quantized_dense.ENDING for name in layers), numbers)
+            self.dense = {name.removesuffix(quantized_dense.ENDING): format for name, format in formats.items()}
         if not self.pre_quantized:
             check_rounded("from_pretrained", config.format)
         else:
-            self._place_layers(model, checkpoint_files or ())
-            if self.dense and not self.stored:
-                quantize_linears(model, config.linear_bits, select=lambda name, _: name in self.dense)
+            self._place_layers(model, numbers)
+            if config.linear_bits is None or not self.stored:  # or Pack puts each in its place
+                quantized_dense.place_layers(model, self.dense)
             for layer in model.modules():
                 if isinstance(layer, QuantizedLinear):
                     interface.mark_initialized(layer)
@@ -158,16 +173,24 @@ class PymoeQuantizer(HfQuantizer):
                     self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
 
-    def _place_layers(self, model: Any, files: Iterable[str]) -> None:
-        """Put layers without bytes in the place of the stacked weights of a model on the meta device."""
+    def _place_layers(self, model: Any, numbers: Mapping[str, int | None]) -> None:
+        """Put layers without bytes in the place of the stacked weights of a model on the meta device.
+
+        Args:
+            model: the model.
+            numbers: the numbers of their formats, if pymoe has saved the files.
+        """
         config = self.quantization_config
         if config.format != AS_STORED:
             quantize_experts(model, config.bits, config.format)
-        elif self.gguf is not None:
+            return
+        if self.gguf is not None:
             self.gguf.plan(model)
-            mixed_files.place_layers(model, {name: one.format for name, one in self.gguf.stacked.items()})
+            formats = {name: one.format for name, one in self.gguf.stacked.items()}
         else:
-            mixed_files.place_layers(model, mixed_files.formats_in(files, model, sorted(self.weights)))
+            formats = mixed_files.formats_of(sorted(self.weights), numbers)
+        mixed_files.place_layers(model, formats)
+        self.floating, self.weights = self.weights - formats.keys(), set(formats)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -215,14 +238,23 @@ class PymoeQuantizer(HfQuantizer):
                 interface.converter([weight, sizes], f"{own}.packed", Take(self))
                 for own, weight, sizes in quantized_dense.sources(model, self.dense)
             ]
-        return take + dense + weight_conversions
+        plain = [
+            interface.converter([rf"\b{re.escape(own)}$"], own, AsNamed())
+            for own in sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in self.floating)
+        ]
+        return plain + take + dense + weight_conversions
 
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
-        first = [
-            interface.converter(stored.sources([one]), own + quantized_dense.ENDING, Widen(self, [one], Pack(self)))
-            for own, one, _ in quantized_dense.sources(model, self.dense)
-        ]
+        first = []
+        layers = zip(sorted(self.dense), quantized_dense.sources(model, self.dense), strict=True)
+        for name, (own, one, _) in layers:
+            if self.quantization_config.linear_bits is not None:
+                sources, target = stored.sources([one]), own + quantized_dense.ENDING
+                first.append(interface.converter(sources, target, Widen(self, [one], Pack(self))))
+            else:
+                sources = stored.sources([one], unbiased=model.get_submodule(name).bias is None)
+                first.append(interface.converter(sources, f"{own}.packed", TakeRows(self, [one])))
         for name in WEIGHTS:
             whole = [rf"\.{name}$"]
             first.append(interface.converter(stored.sources(whole), f".{name}.packed", TakeRows(self, whole)))
@@ -236,7 +268,7 @@ class PymoeQuantizer(HfQuantizer):
                 continue
             weights: list[str] = list(one.source_patterns)
             if targets[0].rpartition(".")[2] in WEIGHTS:
-                sources, targets = stored.sources(weights, of_experts=True), [f"{targets[0]}.packed"]
+                sources, targets = stored.sources(weights, unbiased=True), [f"{targets[0]}.packed"]
                 operation: Any = TakeRows(self, weights, *one.operations)
             else:
                 sources, operation = stored.sources(weights), Widen(self, weights, *one.operations)
@@ -257,7 +289,8 @@ class PymoeQuantizer(HfQuantizer):
             is_dense = name.removesuffix(quantized_dense.ENDING) in self.dense
             tensor = name + self.stored.ending if self.stored and not is_dense else name
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
-        needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
+        needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights | self.floating}
+        needed |= self.floating
         if isinstance(self.stored, StoredRows):  # a part of a name may have kept transformers from renaming it
             body = "" if model.base_model is model else f"{model.base_model_prefix}."  # the files may lack a new head
             weights = (name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING))
@@ -397,7 +430,7 @@ class Take(_Takes):
         """Return the packed bytes of the file."""
         packed, sizes = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
         expected = [*layer.sizes.tolist(), *layer.packed.shape]
-        seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
+        seen = [*(() if sizes is None else sizes.flatten().tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             raise ValueError(
                 f"expected {name!r} with its format's number, output and input features and packed shape "
@@ -447,7 +480,7 @@ class _WithParts(_Known):
 
 
 class TakeRows(_WithParts, _Takes):
-    """Takes experts' weights from files that have them one by one: packs their codes and scales, which stay."""
+    """Takes weights from files that have experts one by one: packs their codes and scales, which stay."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
@@ -459,6 +492,8 @@ class TakeRows(_WithParts, _Takes):
             rows = {pattern: [self.stored.joined(parts) for parts in found.pop(pattern)] for pattern in list(found)}
             (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
+            if isinstance(layer, QuantizedDenseLinear):
+                all_rows = all_rows[None]
             return self.stored.packed_weight(name, all_rows, layer)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"expected weights in {self.stored.name}, got {name!r}: {error}") from error
@@ -508,13 +543,14 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, it
-            has adapters, or another method quantised weights, too.
+        ValueError: the files cannot describe the model's quantised weights: only one of an expert's weights is
+            quantised, the model has no experts or has adapters, or another method quantised weights, too.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
     quantizer = interface.quantizer_of(model)
-    if not layers and linear_bits is None and not isinstance(quantizer, PymoeQuantizer):
+    dense = any(quantized_dense.quantized_layers(model))
+    if not layers and not dense and not isinstance(quantizer, PymoeQuantizer):
         return
     place = "save_pretrained: expected a model"
     others = [
@@ -524,16 +560,20 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     ]
     if others:
         raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
-    whole = [f"{n}.{weight}" for n, one in model.named_modules() for weight in _unquantised(one)]
+    formats: set[Any] = {(layer.bits, layer.format) for layer in layers.values()}
+    whole = [f"{n}.{weight}".lstrip(".") for n, one in model.named_modules() for weight in _unquantised(one)]
+    for name in whole:
+        if any(f"{name.rpartition('.')[0]}.{weight}".lstrip(".") in layers for weight in WEIGHTS):
+            raise ValueError(
+                f"{place} whose experts' weights are both quantised or both not, got {name!r}, which is not; save "
+                f"model.state_dict()"
+            )
     if whole:
-        raise ValueError(
-            f"{place} whose experts are all quantised or all not, got {whole[0]!r}, which is not; quantise the whole "
-            f"model, or save model.state_dict()"
-        )
-    formats = {(layer.bits, layer.format) for layer in layers.values()}
+        formats.add((None, AS_STORED))
     if not formats:
         raise ValueError(
-            f"{place} whose experts are quantised if its dense layers are, got no such experts; save model.state_dict()"
+            f"{place} with experts if its dense layers are quantised, got {type(model).__name__}; save "
+            f"model.state_dict()"
         )
     for name, parameter in model.named_parameters():
         if ".base_layer." in f".{name}":  # PEFT's name for a wrapped module

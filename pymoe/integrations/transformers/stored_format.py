@@ -79,11 +79,12 @@ class StoredRows(StoredFormat, ABC):
     """A format of experts one by one, each of whose weights is in several tensors of the files."""
 
     bits: int
+    format: WeightFormat
     parts: ClassVar[tuple[str, ...]]
     """What the names of a weight's tensors have in place of ``weight``, with ``weight`` first for those that are not
     quantised."""
-    of_experts: ClassVar[tuple[str, ...]] = ()
-    """More of them, which only experts' weights are looked for."""
+    of_unbiased: ClassVar[tuple[str, ...]] = ()
+    """More of them, which are looked for only if the model has no bias with the weight."""
 
     @abstractmethod
     def tensors_in(self, files: Iterable[str]) -> set[str]:
@@ -140,9 +141,9 @@ class StoredRows(StoredFormat, ABC):
             return parts[WEIGHT].to(dtype)
         return self.dequantized(parts).to(dtype)
 
-    def sources(self, weights: Iterable[str], *, of_experts: bool = False) -> list[str]:
+    def sources(self, weights: Iterable[str], *, unbiased: bool = False) -> list[str]:
         """Return patterns for the names of weights' tensors, from those for the names of the weights."""
-        parts = self.parts + (self.of_experts if of_experts else ())
+        parts = self.parts + (self.of_unbiased if unbiased else ())
         # "weight" is last: before transformers 5.23 its pattern, if it has no ``$``, matches "weight_scale_inv", too.
         return [_pattern(weight, part) for part in reversed(parts) for weight in weights]
 
@@ -156,7 +157,7 @@ class StoredRows(StoredFormat, ABC):
         """
         found = {}
         for weight in weights:
-            names = {part: _pattern(weight, part) for part in (*self.parts, *self.of_experts)}
+            names = {part: _pattern(weight, part) for part in (*self.parts, *self.of_unbiased)}
             lists = {part: tensors[name] for part, name in names.items() if name in tensors}
             count = len(next(iter(lists.values()), ()))
             for part, of_part in lists.items():

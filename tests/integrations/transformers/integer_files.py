@@ -139,6 +139,9 @@ def write(folder, config, kind, bits, group):
         q, z, s, wide[name] = random_weight(generator, *stored.pop(name).shape, kind, bits, group)
         parts = PACKERS[kind](q, z, s, bits, group)
         stored.update({f"{name.removesuffix('.weight')}.{part}": one for part, one in parts.items()})
+    for name in [name for name in stored if name.endswith(".bias")]:
+        stored[name] = torch.randn(stored[name].shape, generator=generator).half()
+        wide[name] = stored[name].float()
     published.mkdir()
     save_file(stored, published / FILE, metadata={"format": "pt"})
     save_file(wide, plain / FILE, metadata={"format": "pt"})

@@ -1,15 +1,18 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors: PymoeConfig keeps the experts' codes and scales, or refuses."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: PymoeConfig keeps all codes and scales, or refuses."""
 
 import json
 
 import numpy
+import peft
 import pytest
 import torch
-from integer_files import FILE, PACKERS, configuration, dequantised, write
+from integer_files import FILE, PACKERS, configuration, dequantised, is_stored, write
 from safetensors.torch import load_file, save_file
 from specs.comparison import assert_same_bits
-from test_quantizer import assert_dense_layers_are_rounded, logits
+from test_quantizer import assert_dense_layers_are_rounded, assert_same_model, logits
+from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     MixtralConfig,
@@ -20,7 +23,7 @@ from transformers import (
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, affine_files, fp8_files
 from pymoe.integrations.transformers.configuration import STORED, configuration_for
-from pymoe.nn import QuantizedLinear
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 from pymoe.quantize import main
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -95,21 +98,30 @@ def stacked(wide, name):
 
 
 @pytest.mark.thinned(usual=6)
-def test_experts_are_what_the_formula_says_and_other_weights_are_widened(case):
+def test_weights_are_what_the_formula_says_and_all_of_few_bits_stay_in_them(case):
     published, plain, bits = case
     model, wide = read(published, bits), load_file(plain / FILE)
-    experts = 0
+    experts = dense = 0
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             assert (layer.format, layer.bits) == ("affine", bits)
-            error = ops.dequantize_weight(layer.weight) - stacked(wide, name)
+            is_dense = isinstance(layer, QuantizedDenseLinear)
+            expected = wide[f"{name}.weight"][None] if is_dense else stacked(wide, name)
+            error = ops.dequantize_weight(layer.quantized_weight) - expected
             assert error.abs().max() == 0, name
-            experts += 1
+            dense += is_dense
+            experts += not is_dense
     assert experts in (2, 4)
+    assert dense == sum(is_stored(name) and ".experts." not in name for name in wide) >= 8
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         of_file = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if name not in wide else name
         assert torch.equal(parameter.detach(), wide[of_file]), name
+    biases = [(name, one) for name, one in model.named_buffers() if name.endswith(".bias")]
+    assert bool(biases) == (model.config.model_type == "qwen2_moe")
+    for name, bias in biases:
+        assert torch.equal(bias, wide[name]), name
+        assert bias.any(), name
 
 
 @pytest.mark.thinned(usual=6)
@@ -124,6 +136,72 @@ def test_it_computes_what_the_widened_model_does_and_comes_back(case, tmp_path):
     assert (entries["quant_method"], entries["bits"], entries["format"]) == ("pymoe", bits, "affine")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert_same_bits(logits(again), computed, "logits")
+
+
+@each("gptq", "awq-qwen2", "compressed")
+def test_a_saved_folder_says_the_format_of_each_dense_layer(published, tmp_path):
+    """The layers are not those that linear_bits packs: one is in 16 bits, and none has integers of pymoe's own."""
+    wide = load_file(published.parent / "plain" / FILE)[f"{QUERY}.weight"].half()
+
+    def keep_one(tensors):
+        for name in [name for name in tensors if name.startswith(f"{QUERY}.") and not name.endswith(".bias")]:
+            del tensors[name]
+        tensors[f"{QUERY}.weight"] = wide
+
+    changed(published, keep_one)
+    model = read(published)
+    assert type(model.get_submodule(QUERY)) is nn.Linear
+    assert torch.equal(model.get_submodule(QUERY).weight, wide.float())
+    model.save_pretrained(tmp_path / "packed", max_shard_size="50KB")
+    entries = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert "linear_bits" not in entries
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert_same_model(again, model)
+    again.save_pretrained(tmp_path / "twice")
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "twice"), model)
+    base = AutoModel.from_pretrained(tmp_path / "packed")
+    assert_same_model(base, model.model)
+
+
+@each("awq-qwen2")
+def test_damaged_sizes_of_dense_layers_are_refused(published, tmp_path):
+    """Whatever the numbers are, they must be those of the bytes next to them."""
+    read(published).save_pretrained(tmp_path / "packed")
+    whole = load_file(tmp_path / "packed" / FILE)
+    names = sorted(name for name in whole if name.endswith("proj.weight.sizes"))
+    random = torch.Generator().manual_seed(0)
+    damaged = [torch.empty(0, dtype=torch.int64), torch.tensor(24), torch.tensor([torch.nan, 160, 160])]
+    for _ in range(12):
+        shift = torch.zeros(3, dtype=torch.int64)
+        shift[torch.randint(3, (), generator=random)] = torch.randint(1, 40, (), generator=random)
+        damaged.append(whole[names[0]] + shift)
+    for number, sizes in enumerate(damaged):
+        save_file(whole | {names[number % len(names)]: sizes}, tmp_path / "packed" / FILE, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"^from_pretrained: expected .*_proj\.weight"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
+@each("gptq-v2", "awq-qwen2")
+def test_gradients_and_lora_go_through_dense_layers(published):
+    """Gradients reach the embedding and the adapters as those of the widened model do."""
+    computed = {}
+    for name, model in (
+        ("packed", read(published)),
+        (
+            "wide",
+            AutoModelForCausalLM.from_pretrained(published.parent / "plain", experts_implementation="pymoe").eval(),
+        ),
+    ):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, config).eval()
+        model.get_input_embeddings().weight.requires_grad_()
+        adapted(torch.arange(24).view(2, 12)).logits.square().mean().backward()
+        computed[name] = {own: one.grad for own, one in adapted.named_parameters() if one.grad is not None}
+    assert computed["packed"].keys() == computed["wide"].keys()
+    assert len(computed["wide"]) == 1 + 2 * 2 * 2
+    for name, expected in computed["wide"].items():
+        assert (computed["packed"][name] - expected).norm() < 1e-4 * expected.norm(), name
 
 
 @pytest.mark.parametrize(
@@ -255,7 +333,24 @@ TENSORS = {
         lambda tensors: [
             tensors.update({f"model.layers.1.mlp.experts.{one}.down_proj.bias": torch.ones(160)}) for one in range(4)
         ],
-        "experts.down_proj': expected experts without a bias, or with zeros for it",
+        "experts.down_proj': expected no bias, or zeros for it, as the model has none",
+    ),
+    "a bias of a dense layer": (
+        "compressed",
+        plus(f"{QUERY}.bias", torch.ones(160)),
+        "q_proj.weight': expected no bias, or zeros for it",
+    ),
+    "no bias": ("awq-qwen2", without(f"{QUERY}.bias"), "to have '.*q_proj.bias', got none"),
+    "a dense layer of other sizes": (
+        "compressed",
+        lambda tensors: tensors.update(
+            {
+                name.replace("o_proj", "k_proj"): tensors[name].clone()
+                for name in list(tensors)
+                if name.startswith("model.layers.0.self_attn.o_proj.")
+            }
+        ),
+        r"k_proj.weight' of 1 experts, 80 outputs and 160 inputs, got \(1, 160\)",
     ),
     "scales of many bits": (
         "compressed",

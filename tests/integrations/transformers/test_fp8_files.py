@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 with scales of blocks: PymoeConfig keeps the experts' codes and scales bit for bit, or refuses.
+"""Checkpoints in FP8 with scales of blocks: PymoeConfig keeps all codes and scales bit for bit, or refuses.
 
 The folders are made up: a tiny model's weights, rounded to FP8 here, in blocks that are cut short in every direction.
 """
@@ -16,7 +16,7 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, fp8_files
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
-from pymoe.nn import QuantizedLinear
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 from pymoe.quantize import main
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -83,7 +83,7 @@ def read(folder, config=CONFIG, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
 
 
-def test_every_code_and_scale_of_experts_is_kept_and_other_weights_are_widened(folders):
+def test_every_code_and_scale_is_kept_and_other_weights_are_those_of_the_files(folders):
     published, plain = folders
     model, files = read(published), load_file(published / FILE)
     wide = load_file(plain / FILE)
@@ -101,6 +101,11 @@ def test_every_code_and_scale_of_experts_is_kept_and_other_weights_are_widened(f
                 assert torch.equal(codes[expert, rows].view(torch.uint8), expected.view(torch.uint8))
                 assert_same_bits(scales[expert, rows], blocks.repeat_interleave(128, 0)[: len(expected)], source)
                 first += len(expected)
+    dense = {name: one for name, one in model.named_modules() if isinstance(one, QuantizedDenseLinear)}
+    assert len(dense) == 4 * 2 + 3
+    for name, layer in dense.items():
+        assert layer.format == "fp"
+        assert_same_bits(ops.dequantize_weight(layer.quantized_weight)[0], wide[f"{name}.weight"], name)
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32
         assert_same_bits(parameter.detach(), wide[name], name)
@@ -181,8 +186,8 @@ def plain(tensors, name):
             "layers.0.mlp.up_proj.weight': expected float8_e4m3fn",
         ),
         (cut, "model.layers.0.self_attn.q_proj.weight_scale_inv", r"q_proj.weight': expected scales \(2, 2\)"),
-        (with_nan, "model.layers.0.self_attn.q_proj.weight", "q_proj.weight': expected numbers, got NaN"),
-        (infinite, "model.layers.0.self_attn.q_proj.weight_scale_inv", "q_proj.weight': expected numbers, got NaN"),
+        (with_nan, "model.layers.0.self_attn.q_proj.weight", "q_proj.weight' to be numbers, got NaN"),
+        (infinite, "model.layers.0.self_attn.q_proj.weight_scale_inv", "q_proj.weight' to be numbers, got NaN"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(folders, change, name, match):
@@ -191,6 +196,15 @@ def test_files_that_do_not_fit_are_refused(folders, change, name, match):
     save_file(tensors, folders[0] / FILE, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"from_pretrained: expected.*{match}"):
         read(folders[0])
+
+
+@pytest.mark.parametrize(("change", "part"), [(with_nan, ""), (infinite, "_scale_inv")])
+def test_so_are_weights_to_round_that_are_no_numbers(folders, change, part):
+    tensors = load_file(folders[0] / FILE)
+    change(tensors, f"model.layers.0.self_attn.q_proj.weight{part}")
+    save_file(tensors, folders[0] / FILE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"q_proj.weight': expected numbers, got NaN or an infinity"):
+        read(folders[0], PymoeConfig(bits=8, format="fp", linear_bits=8))
 
 
 @pytest.mark.parametrize("inputs", [1, 33, 130])

@@ -12,8 +12,10 @@ import sys
 from math import prod
 from pathlib import Path
 
+import integer_files
 import pytest
 from limits import LONG
+from transformers import Qwen3MoeConfig
 
 from benchmarks.layers.checkpoints import WAYS, write_gpt_oss, write_qwen3_moe
 from pymoe._common.types import packed_shape
@@ -32,7 +34,7 @@ from benchmarks.layers.checkpoints import load
 torch.set_num_threads(1)
 torch.rand(64, 64) @ torch.rand(64, 64)
 import transformers, pymoe.integrations.transformers
-format = sys.argv.pop() if sys.argv[-1] == "mxfp" else "int"
+format = "int" if sys.argv[-1].isdecimal() else sys.argv.pop()
 print(json.dumps(load(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]), format=format)[1]))
 """
 
@@ -121,6 +123,39 @@ def test_dense_layers_take_what_stays_too(tmp_path):
     converted = run(CONVERT, tmp_path / "whole", tmp_path / "packed", 4, "--linear-bits", 8)
     assert converted["status"] == 0
     assert converted["peak"] <= head // 2 + SLACK, "packed weights are in files, except for one at a time"
+    again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
+    assert again["packed"] == while_read["packed"]
+    assert again["peak"] <= SLACK, "the saved model is mapped"
+
+
+@pytest.mark.slow
+def test_dense_layers_of_awq_are_never_widened(tmp_path):
+    """Dense networks are nearly all of this model; the floating point numbers of one weight are its unit."""
+    outputs, inputs, layers = 4096, 1024, 5
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=inputs,
+        intermediate_size=outputs,
+        moe_intermediate_size=128,
+        num_hidden_layers=layers + 1,
+        mlp_only_layers=list(range(layers)),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    published, _ = integer_files.write(tmp_path, config, "awq", 4, 128)
+    weight = outputs * inputs
+    while_read = run(LOAD, WAYS[1], published, 4, "affine")
+    assert 3 * layers * weight * 9 // 16 < while_read["packed"] < 1.1 * 3 * layers * weight * 9 // 16
+    bound = while_read["packed"] + 4 * weight + SLACK
+    assert bound < 3 * layers * 2 * weight, "of all of them in bfloat16"
+    assert while_read["packed"] <= while_read["peak"] <= bound
+    converted = run(CONVERT, published, tmp_path / "packed", 4, "--format", "affine")
+    assert converted["status"] == 0
+    assert converted["peak"] <= 4 * weight + SLACK, "packed weights are in files"
     again = run(LOAD, WAYS[2], tmp_path / "packed", 4)
     assert again["packed"] == while_read["packed"]
     assert again["peak"] <= SLACK, "the saved model is mapped"

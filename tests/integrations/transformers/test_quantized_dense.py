@@ -12,10 +12,12 @@ from specs.comparison import assert_same_bits
 from test_models import EVERY_MODEL, models
 from test_quantizer import assert_not_saved, assert_same_model, checkpoint, edited, everything, logits
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, quantized_dense
 from pymoe.nn import QuantizedDenseLinear, quantize_experts, quantize_linears
+from pymoe.nn.quantized_dense import is_dense
 from pymoe.quantize import main
 
 pytestmark = pytest.mark.only_on("cpu")
@@ -231,10 +233,9 @@ def test_a_configuration_with_other_bits_than_the_files_is_refused(tmp_path):
     file.write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"expected .* \[4, 128, 64.* got \[8, 128, 64"):
         cls.from_pretrained(tmp_path / "packed")
-    del written["quantization_config"]["linear_bits"]
+    del written["quantization_config"]["linear_bits"]  # the files say it, too
     file.write_text(json.dumps(written))
-    with pytest.raises((ValueError, RuntimeError)):
-        cls.from_pretrained(tmp_path / "packed")
+    assert_same_model(cls.from_pretrained(tmp_path / "packed"), quantised(cls, tmp_path / "whole", 4, 8))
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
@@ -253,35 +254,80 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
             type(model).from_pretrained(wrong, quantization_config=PymoeConfig(8, linear_bits=8))
 
 
-def refuse_some(model):
-    quantize_experts(model, 8)
+def pack_some(model):
     quantize_linears(model.model.layers[1], 8)
-    return "dense layers are all quantised or all not, got 'lm_head'"
 
 
-def refuse_two_kinds(model):
-    quantize_experts(model, 8)
+def pack_in_two_kinds(model):
     quantize_linears(model.model, 8)
     quantize_linears(model, 4)
-    return r"dense layers all have as many bits, got \[4, 8\]"
 
 
-def refuse_others(model):
+def pack_all(model):
+    """Pack also the gate of shared experts, which has one output."""
+    assert "model.layers.0.mlp.shared_expert_gate" in quantize_linears(model, 8).kept
+    quantize_linears(model, 8, select=lambda *_: True)
+
+
+def pack_in_another_format(model):
+    found = {name: one for name, one in model.named_modules() if type(one) is nn.Linear and is_dense(name, one)}
+    for name, linear in found.items():
+        model.set_submodule(name, QuantizedDenseLinear.from_linear(linear, 4, format="mxfp"))
+
+
+@pytest.mark.parametrize("pack", [pack_some, pack_in_two_kinds, pack_all, pack_in_another_format])
+def test_layers_that_no_linear_bits_pack_come_back(pack, tmp_path):
+    model = tiny_models.build("qwen2_moe")
+    model.set_experts_implementation("pymoe")
+    quantize_experts(model, 8)
+    pack(model)
+    assert changed(model)
+    model.save_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert "linear_bits" not in config
+    again = type(model).from_pretrained(tmp_path / "packed")
+    assert changed(again) == changed(model)
+    assert_same_model(again, model)
+    for change, words in (
+        (lambda t: t.pop(Q), f"'{Q}' with its format's number"),
+        (lambda t: t.pop(f"{Q}.sizes"), f"the checkpoint to have '{Q}.sizes', got none"),
+        (lambda t: t[f"{Q}.sizes"].copy_(torch.tensor([5, 64, 64])), f"'{Q}.sizes' to hold the number of a format"),
+    ):
+        wrong = edited(tmp_path / "packed", tmp_path / f"edited {len(words)}", change)
+        with pytest.raises(ValueError, match=f"^from_pretrained: expected {words}"):
+            type(model).from_pretrained(wrong)
+
+
+def refuse_a_tied_head(model):
     quantize_experts(model, 8)
     quantize_linears(model, 8)
-    model.extra = nn.Sequential(nn.Linear(64, 64)).eval()
-    quantize_linears(model, 8, select=lambda *_: True)
-    return "chooses by default, got 'extra.0', too"
+    model.config.tie_word_embeddings = True  # from now on
+    return "ties no dense layer in few bits to another layer, got 'lm_head'"
 
 
-def refuse_without_experts(model):
+def test_a_tied_head_in_few_bits_is_not_saved(tmp_path):
+    """from_pretrained would put the embedding in its place."""
+    assert_not_saved(refuse_a_tied_head, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [8, None])
+def test_dense_layers_are_saved_without_packed_experts(bits, tmp_path):
+    model = tiny_models.build("mixtral")
+    model.set_experts_implementation("pymoe")
+    quantize_linears(model if bits else model.model.layers[1], 8)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (config["format"], config.get("linear_bits")) == ("stored", bits)
+    assert_same_model(type(model).from_pretrained(tmp_path), model)
+
+
+def test_a_model_without_experts_is_not_saved(tmp_path):
+    """from_pretrained needs experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
     quantize_linears(model, 8)
-    return "experts are all quantised or all not"
-
-
-@pytest.mark.parametrize("prepare", [refuse_some, refuse_two_kinds, refuse_others, refuse_without_experts])
-def test_what_files_cannot_say_is_not_saved(prepare, tmp_path):
-    assert_not_saved(prepare, tmp_path)
+    with pytest.raises(ValueError, match="expected a model with experts if its dense layers are quantised, got Llama"):
+        model.save_pretrained(tmp_path)
 
 
 def test_it_generates_and_has_gradients(tmp_path):
