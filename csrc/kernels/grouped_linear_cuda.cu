@@ -89,9 +89,6 @@ struct Output {
   }
 };
 
-template <int kTileRows>
-inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // number of blocks that share a multiprocessor
-
 template <typename T, int kTileRows, bool kWeightAlongRows>
 __global__ void __launch_bounds__(kTensorThreads, kTensorBlocks<kTileRows>)
     tensor_linear_kernel(TensorOperand<T> x, TensorOperand<T> weight, int64_t weight_stride, GroupPlan plan,

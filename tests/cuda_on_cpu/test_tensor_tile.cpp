@@ -1,7 +1,7 @@
 // Tests the basis of grouped_linear's tensor-core tiles: the instructions, and the layout of packs in shared memory.
 #include <doctest/doctest.h>
 
-#include <vector>
+#include <algorithm>
 
 #include "cuda_on_cpu/harness.h"
 #include "kernels/cuda/launch.h"
@@ -43,29 +43,72 @@ __global__ void load_kernel(const uint16_t* from, uint32_t* straight, uint32_t* 
   for (int i = 0; i < 4; ++i) transposed[i * 32 + lane] = to[i];
 }
 
-// Shared memory serves eight 16-byte accesses at once if their indices differ modulo eight.
-template <int kRows, bool kAlongRows>
-void check_banks() {
-  using Layout = cuda::TensorLayout<kRows, kAlongRows>;
-  const auto differ = [](auto place_of) {
-    unsigned banks = 0;
-    for (int i = 0; i < 8; ++i) banks |= 1u << place_of(i) % 8;
-    return banks == 0xff;
-  };
-  std::vector<bool> used(Layout::kPacks);
-  constexpr int kLines = Layout::kPacks / Layout::kAcross;
-  for (int line = 0; line < kLines; ++line) {
-    for (int across = 0; across < Layout::kAcross; ++across) {
-      const auto place = static_cast<size_t>(Layout::place(line, across));
-      REQUIRE(place < used.size());
-      CHECK(!used[place]);
-      used[place] = true;
-      // ldmatrix reads one pack from each of eight lines; a row of a matrix is a pack of a line.
-      if (line % 8 == 0) CHECK(differ([&](int i) { return Layout::place(line + i, across); }));
+// Has a loader begin the copies of one tile, and a warp read every block of it. `written` gets for each copy of each
+// thread the pack of shared memory to which it goes, `read` for each load of matrices the packs of the 32 lanes.
+template <int kRows, bool kAlongRows, bool kIsB>
+__global__ void banks_kernel(cuda::TensorOperand<BFloat16> operand, int32_t* written, int32_t* read) {
+  constexpr int kElements = cuda::TensorLayout<kRows, kAlongRows>::kElements, kPart = kRows / 2;
+  PYMOE_SHARED(uint4, shared, kElements / cuda::kTensorPack);
+  auto* const tile = reinterpret_cast<BFloat16*>(shared);
+  const int thread = static_cast<int>(threadIdx.x);
+  cuda::TensorLoader<BFloat16, kRows, kAlongRows>(operand, kRows).fetch(tile, cuda::kStepDepth);
+  cuda::commit_copies();
+  emulator::Copy copy;
+  for (int i = thread; emulator::next_copy(0, copy); i += cuda::kTensorThreads) {
+    written[i] = static_cast<int32_t>((copy.to - reinterpret_cast<unsigned char*>(tile)) / emulator::kCopied);
+  }
+  __syncthreads();
+  for (int i = thread; i < kElements; i += cuda::kTensorThreads) tile[i].bits = static_cast<uint16_t>(i);
+  __syncthreads();
+  if (thread >= 32) return;
+  for (int first = 0; first < kRows; first += kPart) {
+    const cuda::TensorBlocks<kRows, kAlongRows, kIsB> blocks(first);
+    for (int i = 0; i < kPart / 16; ++i) {
+      for (int k = 0; k < cuda::kStepDepth / 16; ++k, read += 32) {
+        uint32_t elements[4];
+        blocks.load(elements, tile, i, k);
+        for (int matrix = 0; matrix < 4; ++matrix) {  // every element is its own index
+          const int group = thread / 4, in_group = thread % 4, low = static_cast<int>(elements[matrix] & 0xffff);
+          const int high = static_cast<int>(elements[matrix] >> 16);
+          if (kAlongRows && group == 0) {
+            read[matrix * 8 + 2 * in_group] = low / cuda::kTensorPack;
+            read[matrix * 8 + 2 * in_group + 1] = high / cuda::kTensorPack;
+          } else if (!kAlongRows && in_group == 0) {
+            read[matrix * 8 + group] = low / cuda::kTensorPack;
+          }
+        }
+      }
     }
   }
-  for (int thread = 0; thread < Layout::kPacks; thread += 8) {  // cp.async writes packs in the order of threads
-    CHECK(differ([&](int i) { return Layout::place((thread + i) / Layout::kAcross, (thread + i) % Layout::kAcross); }));
+}
+
+// Counts how often shared memory must be accessed again for a warp's 16-byte accesses. It serves eight lanes at a time,
+// at once if their packs lie in different eighths of its 32 banks.
+int bank_conflicts(const Buffer<int32_t>& packs) {
+  int conflicts = 0;
+  for (int64_t first = 0; first < packs.size(); first += 8) {
+    int in_bank[8] = {};
+    for (int64_t i = first; i < first + 8; ++i) ++in_bank[packs[i] % 8];
+    conflicts += *std::max_element(in_bank, in_bank + 8) - 1;
+  }
+  return conflicts;
+}
+
+template <int kRows, bool kAlongRows, bool kIsB>
+void check_banks() {
+  constexpr int kPacks = cuda::TensorLayout<kRows, kAlongRows>::kPacks;
+  Buffer<BFloat16> from(kPacks * cuda::kTensorPack);
+  Buffer<int32_t> written(kPacks), read(kPacks);
+  for (Buffer<int32_t>* packs : {&written, &read}) std::fill(packs->begin(), packs->end(), -1);
+  const auto operand = cuda::tensor_operand<BFloat16>(from.data(), kAlongRows ? kRows : cuda::kStepDepth, 1);
+  REQUIRE(operand.whole);
+  cuda::launch("emulator: banks", banks_kernel<kRows, kAlongRows, kIsB>, {1, cuda::kTensorThreads}, nullptr, operand,
+               written.data(), read.data());
+  CHECK(bank_conflicts(written) == 0);
+  CHECK(bank_conflicts(read) == 0);
+  for (Buffer<int32_t>* packs : {&written, &read}) {  // all packs, each once
+    std::sort(packs->begin(), packs->end());
+    for (int32_t i = 0; i < kPacks; ++i) REQUIRE((*packs)[i] == i);
   }
 }
 
@@ -104,8 +147,16 @@ TEST_CASE("tensor_tile: the tensor core's instructions have the PTX ISA's layout
   });
 }
 
-TEST_CASE("tensor_tile: packs that are read or written together lie in different banks") {
-  check_banks<64, false>();
-  check_banks<128, false>();
-  check_banks<128, true>();
+TEST_CASE("tensor_tile: packs that lanes write or read together are in different banks") {
+  check_banks<64, false, false>();
+  check_banks<128, false, false>();
+  check_banks<128, false, true>();
+  check_banks<128, true, false>();
+  check_banks<128, true, true>();
+}
+
+TEST_CASE("tensor_tile: lanes that meet in a bank are counted") {
+  Buffer<int32_t> packs(16);
+  for (int32_t i = 0; i < 16; ++i) packs[i] = i < 8 ? i : 4 * i;  // the last eight meet in two banks
+  CHECK(bank_conflicts(packs) == 3);
 }

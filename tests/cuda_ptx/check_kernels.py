@@ -2,23 +2,27 @@
 plugin ``ptx_ops``.
 
 The cases are those of the emulated kernels (tests/cuda_on_cpu/test_*.cpp), each compared with the CPU twin, as exactly
-as the operator promises. Faults are planted in the PTX, or in the flags that it is compiled with.
+as the operator promises. Faults are planted in the PTX, in the sources or in the flags that it is compiled with.
 """
 
 import ctypes
 import os
 import re
 import subprocess
+import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
 from architectures import code_of, others, shipped, texts, with_names_of, without_target
 from limits import EXHAUSTIVE
 from machine_code import find_nvcc
-from ptx_library import ARCHITECTURE, FLAGS, FOLDER, ROOT
+from ptx_library import ARCHITECTURE, FLAGS, ROOT
 from ptx_ops import architecture, module_of, replacements, runtime
+
+sys.path.insert(0, str(ROOT / "tests" / "mutants"))
+from faults_ptx import FAULTS as FAULTS_IN_SOURCES
+from faults_ptx import OUTSIDE
 
 FILES = sorted(path.stem for path in ROOT.glob("tests/cuda_on_cpu/test_*.cpp") if "__global__" not in path.read_text())
 # The share of the emulator's cases that run here: enough to launch every kernel, and fewer of the slow ones.
@@ -170,37 +174,18 @@ def test_planted_faults_are_noticed(name, plant, capfd):
 
 READ_ONLY = r"\bld\.global\.([fsu]\d+)", r"ld.global.nc.\1"
 NARROW = r"(?:mul|mad)\.lo\.s64\s+(%rd\d+),[^;]*;", r"\g<0>\nshl.b64 \1, \1, 32;\nshr.s64 \1, \1, 32;"
-OUTSIDE = "is in no tensor|NOT correct|is not a multiple"
-# n * 2.12e-4 of exp (core/score.h) and the sum that takes it.
-FUSED = (
-    r"mul\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*(0f395E8083);\s*add\.rn\.f32\s+(%f\d+),\s*(%f\d+),\s*\1;",
-    r"fma.rn.f32 \4, \2, \3, \5;",
-)
 # The same, for every match of the pattern in the module.
 FAULTS_EVERYWHERE = {
-    "the read-only cache for what the launch writes (gate)": (
-        "gate_topk_cuda", READ_ONLY, "--source-file=*test_gate_topk.cpp", "through the read-only cache",
-    ),
     "the read-only cache for what the launch writes (routing)": (
         "build_routing_cuda", READ_ONLY, "--source-file=*test_build_routing.cpp", "through the read-only cache",
     ),
-    "places in 32 bits (gate)": ("gate_topk_cuda", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
     "places in 32 bits (gate, backward)": ("gate_topk_backward", NARROW, "--test-case=far: gate_topk*", OUTSIDE),
-    "places in 32 bits (activation)": ("expert_activation", NARROW, "--test-case=far: expert_activation*", OUTSIDE),
-    "places in 32 bits (products)": ("linear", NARROW, "--test-case=far: grouped_linear", OUTSIDE),
-    "places in 32 bits (gradient of the weight)": (
-        "linear", NARROW, "--test-case=far: grouped_linear_weight_grad", OUTSIDE,
-    ),
-    "a product of exp that is fused (gate)": (
-        "gate_topk_cuda", FUSED, "--test-case=gate_topk: bits that few logits show", "same_values.*NOT correct",
-    ),
 }  # fmt: skip
 
 
 @own_ptx
 @pytest.mark.parametrize("name", FAULTS_EVERYWHERE)
 def test_faults_planted_everywhere_are_noticed(name, plant, capfd):
-    """None of these faults gives a wrong value in cases of usual sizes and numbers, in any order of the threads."""
     kernel, (pattern, replacement), cases, message = FAULTS_EVERYWHERE[name]
     text = module_of(kernel)
     plant(text, re.sub(pattern, replacement, text))
@@ -208,26 +193,43 @@ def test_faults_planted_everywhere_are_noticed(name, plant, capfd):
     assert re.search(message, capfd.readouterr().out)
 
 
-@cache
-def fused_combine():
-    """Return the PTX of combine, compiled without --fmad=false."""
-    flags = [flag for flag in FLAGS if flag != "--fmad=false"]
-    assert len(flags) == len(FLAGS) - 1
-    target = FOLDER / f"combine_fused_{os.getpid()}.ptx"
+def ptx_of(file, folder, flags=FLAGS):
+    """Return the PTX of a file of kernels, of which ``folder`` may hold a changed copy, or changed headers; with the
+    names of the library.
+    """
+    source = folder / file if (folder / file).exists() else ROOT / file
     code = f"-gencode=arch=compute_{architecture},code=compute_{architecture}"
-    source = ROOT / "csrc" / "kernels" / "combine_cuda.cu"
-    command = [find_nvcc(), *flags, code, "-ptx", f"-I{ROOT / 'csrc'}", str(source), "-o", str(target)]
+    include = [f"-I{folder / 'csrc'}", f"-I{ROOT / 'csrc'}"]
+    command = [find_nvcc(), *flags, code, "-ptx", *include, str(source), "-o", str(folder / "kernels.ptx")]
     subprocess.run(command, check=True)
-    text = target.read_text()
-    target.unlink()
-    return text
+    return with_names_of((folder / "kernels.ptx").read_text(), module_of(f"_{source.stem}_cu_"))
 
 
 @own_ptx
-def test_a_build_without_fmad_false_is_noticed(plant, capfd):
+@pytest.mark.parametrize("fault", FAULTS_IN_SOURCES, ids=lambda fault: fault.name)
+def test_faults_planted_in_sources_are_noticed(fault, plant, capfd, tmp_path):
+    """None of these faults gives a wrong value in cases of usual sizes and numbers, in any order of the threads."""
+    changed = tmp_path / fault.file
+    changed.parent.mkdir(parents=True)
+    changed.write_text(fault.planted())
+    plant(module_of(f"_{fault.source}_cu_"), ptx_of(f"csrc/kernels/{fault.source}.cu", tmp_path))
+    assert not run_cases(f"--test-case={fault.cases}")
+    assert re.search(fault.said, capfd.readouterr().out)
+
+
+@own_ptx
+def test_sources_without_a_fault_pass(plant, tmp_path):
+    plant(module_of("combine_kernel"), ptx_of("csrc/kernels/combine_cuda.cu", tmp_path) + "\n")
+    assert run_cases("--test-case=combine: the emulated kernel gives*")
+
+
+@own_ptx
+def test_a_build_without_fmad_false_is_noticed(plant, capfd, tmp_path):
     """Fused products give different bits; a product that the assembler may fuse later is refused even before."""
+    flags = [flag for flag in FLAGS if flag != "--fmad=false"]
+    assert len(flags) == len(FLAGS) - 1
     text = module_of("combine_kernel")
-    fused = with_names_of(fused_combine(), text)
+    fused = ptx_of("csrc/kernels/combine_cuda.cu", tmp_path, flags)
     assert "fma.rn.f32" in fused
     assert "fma.rn.f32" not in text
     plant(text, fused)

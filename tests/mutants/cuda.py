@@ -91,6 +91,8 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
     source = ROOT / (fault.file if fault.file.endswith(".cu") else f"csrc/kernels/{fault.tests}_cuda.cu")
+    if not source.exists():  # tests of a header without a kernel
+        source = ROOT / f"tests/cuda_on_cpu/test_{fault.tests}.cpp"
     planted = changed if fault.file.endswith(".cu") else source
     command = compile_command(folder, source)
     # The changed file is found first, even if it is a header.

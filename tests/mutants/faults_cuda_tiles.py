@@ -1,4 +1,7 @@
-"""Faults planted in grouped_linear's tiles on the tensor cores, which its emulated tests must notice."""
+"""Faults planted in grouped_linear's tiles on the tensor cores, which its emulated tests must notice.
+
+The last ones make no value wrong, but a product slow; tests of the plan and of the tiles' layout count what they cost.
+"""
 
 from __future__ import annotations
 
@@ -160,4 +163,30 @@ FAULTS = [
             "values",
         ),
     ]
+]
+FAULTS += [
+    Fault(
+        "tiles: eight packs that lanes read together are in one bank",
+        TENSOR_TILE,
+        "return kAlongRows ? line % 8 : line / 2 % 4;",
+        "return 0;",
+        "values",
+        "tensor_tile",
+    ),
+    Fault(
+        "tiles: two of eight packs that lanes read together are in one bank",
+        TENSOR_TILE,
+        "line / 2 % 4;",
+        "line % 4;",
+        "values",
+        "tensor_tile",
+    ),
+    Fault(
+        "tiles: blocks that run together read as many tiles of the weight as there are columns",
+        GROUP_PLAN,
+        "inline constexpr unsigned kBand = 8;",
+        "inline constexpr unsigned kBand = 1;",
+        "values",
+        "group_plan",
+    ),
 ]

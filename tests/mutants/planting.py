@@ -82,6 +82,18 @@ class StaticFault(Fault):
 
 
 @dataclass(frozen=True)
+class PtxFault(Fault):
+    """A fault that shows in the PTX alone, for tests/cuda_ptx/check_kernels.py."""
+
+    source: str
+    """The file of kernels that is compiled with it, without its suffix."""
+    cases: str
+    """The test cases that must notice it; ``*`` is any text."""
+    said: str
+    """A pattern of the message that they must give."""
+
+
+@dataclass(frozen=True)
 class StreamFault(Fault):
     """A fault between a CUDA tensor and a launch, for tests/cuda_ptx/check_streams.py."""
 

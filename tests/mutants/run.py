@@ -7,7 +7,8 @@
     python tests/mutants/run.py python                # in the CPU kernels and operators: pytest must (minutes a fault)
 
 Without a kind, all kinds run. The source tree is not changed. planting.py defines faults, and the files faults_KIND.py
-list them. The exit status is 1 if a fault was not detected, or no longer fits the sources.
+list them. (tests/cuda_ptx/check_kernels.py plants those of faults_ptx.py.) The exit status is 1 if a fault was not
+detected, or no longer fits the sources.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ namespace pymoe::cuda {
 inline constexpr int kTensorThreads = 128, kTensorColumns = 128;
 inline constexpr int kStepDepth = 32, kStages = 3;
 inline constexpr int kTensorPack = 8;  // elements
+template <int kTileRows>
+inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // number of blocks that share a multiprocessor
 
 // One operand. Its lines are its rows if packs run along the depth, otherwise its depths; element i of a line is at
 // element_stride * i. An order gives the place of line i; -1, or any value of at least `count`, means that there is
