@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
 from pymoe.nn.operands import check_networks, linear
-from pymoe.nn.options import Backend, check_dtype, check_size, operators
+from pymoe.nn.options import OTHER_NAMES, Backend, check_dtype, check_size, operators
 
 
 class _FeedForward(nn.Module):
@@ -104,6 +105,7 @@ class Experts(_FeedForward):
         ValueError: an argument is out of range.
     """
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,
@@ -166,6 +168,7 @@ class SharedExperts(_FeedForward):
         ValueError: an argument is out of range.
     """
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,
