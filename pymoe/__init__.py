@@ -15,13 +15,16 @@ The names that most programs need are available here, too.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pymoe import nn, ops, reference
+from pymoe._common.names import suggestion
 from pymoe._native import build_info
 from pymoe._torch_versions import warn_of_newer_torch
+from pymoe.nn import MoE
 
 if TYPE_CHECKING:
     from pymoe import ep, mixture, parallel, pipe, runtime
@@ -56,6 +59,7 @@ __all__ = [
     "ExpertBackend",
     "LossWrapper",
     "MixtureOfExpertBackends",
+    "MoE",
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSequential",
@@ -98,7 +102,17 @@ def __getattr__(name: str) -> Any:
         homes = (importlib.import_module(f"pymoe.{package}") for package in _LAZY_PACKAGES)
         value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
         return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_where(name)}")
+
+
+def _where(name: str) -> str:
+    """Return the end of an error message for a name that is elsewhere in the package, or nearly one that is here."""
+    if name.startswith("_"):  # asked for by tools, not by users
+        return ""
+    packages = ("nn", "ops", *_LAZY_PACKAGES, *_NEED_MORE)
+    homes = (sys.modules.get(f"pymoe.{package}") for package in packages)
+    home = next((home for home in homes if name in getattr(home, "__all__", ())), None)
+    return f": it is {home.__name__}.{name}" if home is not None else suggestion(name, (*__all__, *_NEED_MORE))
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,6 @@ one layer's experts, and twice the size of OUT on the disk.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -25,6 +24,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from pymoe._common.command_line import CommandLine
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """Endings of the files that hold a model's own weights, or an index of them."""
@@ -35,7 +36,7 @@ GGUF = ".gguf"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, or 1 if no model was written."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
-    parser = argparse.ArgumentParser(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
+    parser = CommandLine(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json; or a GGUF file"
     )

@@ -83,6 +83,7 @@ PYTHON_MAY_USE = {
         "_runtime",
     },
     "pipe": {
+        "_common",
         "autograd",
         "pipe",
         "_errors",
@@ -96,7 +97,7 @@ PYTHON_MAY_USE = {
     },
     "pipe/auxiliary": {"nn", "pipe"},
     "remote": {"_common", "runtime", "remote", "_errors"},
-    "remote/cli": {"runtime", "remote", "integrations"},  # metrics for Prometheus, on request
+    "remote/cli": {"_common", "runtime", "remote", "integrations"},  # metrics for Prometheus, on request
     "integrations": {
         "_common",
         "reference",
@@ -109,7 +110,7 @@ PYTHON_MAY_USE = {
         "remote",
         "integrations",
     },
-    "quantize": {"integrations"},
+    "quantize": {"_common", "integrations"},
     "ep/simulate": {"_common", "reference", "ops", "nn", "ep", "bench"},
     "bench": {"_common", "reference", "ops", "nn", "bench"},
 }

@@ -438,3 +438,16 @@ def test_numbers_are_shown_in_a_line() -> None:
         assert repr(runtime) == "<Runtime of pool: running, num_workers=1>"
     assert shown.startswith("<PoolStats of pool: 0 queued")
     assert len(shown) < 120
+
+
+def test_a_penalty_of_gradients_does_not_lose_the_experts_part() -> None:
+    """With ``create_graph=True``, gradients of a client's inputs had no history if those of its outputs had none, as
+    under a sum: the second derivative of the expert was left out of a penalty, silently.
+    """
+    expert = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    backend = ExpertBackend("expert", expert, args_schema=[BatchTensorProto(4)])
+    x = torch.randn(3, 4, requires_grad=True)
+    with Runtime([backend]):
+        (gradient,) = torch.autograd.grad(ExpertClient(backend)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"a served expert: its backward pass cannot be differentiated again"):
+        (gradient + x).square().sum().backward()

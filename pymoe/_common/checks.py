@@ -117,6 +117,20 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
         raise ValueError(f"{operator}: {argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def usable_device(device: torch.device | str | int, what: str) -> torch.device:
+    """Return the device. Raise ValueError, beginning with ``what``, if this process cannot use it."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"{torch.__version__}, and sees {torch.cuda.device_count()} CUDA devices"
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{what} must be a device of this machine, got {str(device)!r}: torch is {there} ({reason})"
+        ) from error
+    return found
+
+
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
     """Raise unless ``value`` is a Routing with the right dtypes and ranks, on the device of ``rows``.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pymoe._common.command_line import CommandLine
 from pymoe._common.dtypes import FLOATING
 from pymoe._common.seconds import parse_seconds
 from pymoe.bench.compare import change_table, compare
@@ -52,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the subcommands and their options."""
-    top = argparse.ArgumentParser(prog="python -m pymoe.bench", description="Measure pymoe on this machine.")
+    top = CommandLine(prog="python -m pymoe.bench", description="Measure pymoe on this machine.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     env = commands.add_parser("env", help="print what was built and what it runs on")
     env.add_argument("--json", action="store_true", help="as JSON")
     env.set_defaults(run=run_env)
 
-    select = argparse.ArgumentParser(add_help=False)
+    select = CommandLine(add_help=False)
     select.add_argument("--filter", default="", metavar="REGEX", help="only lines whose name contains a match")
     names = [str(dtype).removeprefix("torch.") for dtype in (*FLOATING, torch.int32, torch.int64)]
     select.add_argument("--dtype", action="append", choices=names, help="only this dtype (may be repeated)")

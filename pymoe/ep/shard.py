@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pymoe._common import checks
+from pymoe._common.names import explain_arguments
 from pymoe.ep.agreement import assert_same_on_all_ranks, next_model_number, register_layer
 from pymoe.ep.call import ShardedLayer
 from pymoe.ep.clones import fewest_rows_that_pay
@@ -28,6 +29,15 @@ from pymoe.nn.quantized_experts import lost_with
 from pymoe.nn.stacked_experts import StackedExperts
 
 
+@explain_arguments(
+    group="mesh",
+    ep_group="mesh",
+    process_group="mesh",
+    num_chunks="chunks",
+    capacity="room",
+    replicas="clones",
+    dedup="deduplicate",
+)
 def shard(
     model: nn.Module,
     mesh: DeviceMesh | dist.ProcessGroup,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._common.dtypes import FLOATING
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import Gate, RouterLosses
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.graph_nodes import ANCHOR
@@ -106,6 +107,9 @@ class MixtureOfExpertBackends(nn.Module):
         TooFewAnswersError: see ``on_too_few``.
     """
 
+    @explain_arguments(
+        k="top_k", k_best="top_k", num_experts="max_experts", timeout="forward_timeout", experts="backends"
+    )
     def __init__(
         self,
         backends: Sequence[Backend],

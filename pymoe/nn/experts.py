@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
 from pymoe.nn.operands import check_networks, check_parameter, linear
-from pymoe.nn.options import Backend, check_dtype, check_flag, check_size, operators
+from pymoe.nn.options import OTHER_NAMES, Backend, check_dtype, check_flag, check_size, operators
 
 
 class _FeedForward(nn.Module):
@@ -109,6 +110,7 @@ class Experts(_FeedForward):
         ValueError: an argument is out of range.
     """
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,
@@ -175,6 +177,7 @@ class SharedExperts(_FeedForward):
         ValueError: an argument is out of range.
     """
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pymoe._common import checks
 from pymoe._common.contracts import check_kind
 from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score
 from pymoe._torch_private import FakeTensor
 from pymoe._transforms import in_torch_func, is_exporting
@@ -33,7 +34,7 @@ from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.local_tensors import LastCall
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.operands import as_rows, check_networks
-from pymoe.nn.options import MIN_STEPS_TO_WARN, Backend, check_flag, check_number, operators, warn_once
+from pymoe.nn.options import MIN_STEPS_TO_WARN, OTHER_NAMES, Backend, check_flag, check_number, operators, warn_once
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.router import Router, update_expert_biases
@@ -148,7 +149,7 @@ class MoE(nn.Module):
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: an argument is out of range, or arguments do not fit each other.
+        ValueError: an argument is out of range, or arguments do not fit each other, or torch cannot use the device.
     """
 
     shared: SharedExperts | None
@@ -156,6 +157,7 @@ class MoE(nn.Module):
     """Keeps only this rank's experts. The function is in :mod:`pymoe.ep`, which imports this package; so ``pymoe`` sets
     it."""
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,
@@ -191,6 +193,8 @@ class MoE(nn.Module):
         check_flag("MoE", "score_before_experts", score_before_experts)
         if capacity_factor is not None:
             check_number("MoE", "capacity_factor", capacity_factor, above=0)
+        if device is not None:
+            checks.usable_device(device, "MoE: device")
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.score_before_experts = score_before_experts

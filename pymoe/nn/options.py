@@ -24,6 +24,34 @@ MIN_STEPS_TO_WARN = 100
 """The number of in-place changes of a router's weight before a layer warns that nothing balances its experts. It counts
 training steps, since every optimizer step changes the weight in place at least once."""
 
+OTHER_NAMES = {
+    "d_model": "hidden_size",
+    "hidden_dim": "hidden_size",
+    "model_dim": "hidden_size",
+    "d_ff": "ffn_size",
+    "ffn_dim": "ffn_size",
+    "intermediate_size": "ffn_size",
+    "moe_intermediate_size": "ffn_size",
+    "moe_ffn_hidden_size": "ffn_size",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "num_moe_experts": "num_experts",
+    "k": "top_k",
+    "num_experts_per_tok": "top_k",
+    "moe_router_topk": "top_k",
+    "n_shared_experts": "num_shared_experts",
+    "hidden_act": "activation",
+    "scoring_func": "score",
+    "norm_topk_prob": "renormalize",
+    "routed_scaling_factor": "scale",
+    "n_group": "num_groups",
+    "topk_group": "topk_groups",
+    "router_aux_loss_coef": "aux_loss_coef",
+    "router_z_loss_coef": "z_loss_coef",
+    "ep_size": "expert_parallel",
+}
+"""Names of arguments in transformers, Megatron-LM and DeepSpeed, each with the name here."""
+
 _warned: set[str] = set()
 
 

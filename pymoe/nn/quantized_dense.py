@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quantized
 from pymoe._common.dtypes import autocast_enabled
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import PLAIN_TENSORS, attached_to, is_of_its_source
@@ -282,6 +283,7 @@ def _reads_weight(kind: type, own: str) -> bool:
     return False
 
 
+@explain_arguments(load_in_4bit="bits=4 gives 4 bits", load_in_8bit="bits=8 gives 8 bits")
 def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None = None) -> Quantized:
     """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place.
 

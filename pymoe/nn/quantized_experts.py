@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import check_format, check_quantized, check_rounded
 from pymoe._common.dtypes import cast_operands
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import (
     FORMATS,
     ActivationKind,
@@ -357,6 +358,7 @@ handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
 
 
+@explain_arguments(load_in_4bit="bits=4 gives 4 bits", load_in_8bit="bits=8 gives 8 bits")
 def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "int") -> Quantized:
     """Round the weights of all experts in a model to 8 or 4 bits, in place.
 

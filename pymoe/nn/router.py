@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
+from pymoe._common.names import explain_arguments
 from pymoe._common.types import Gate, Routing, Score
 from pymoe._transforms import in_torch_func
 from pymoe.nn.expert_bias import ExpertBias
@@ -18,6 +19,7 @@ from pymoe.nn.local_tensors import LocalTensors, count_on_backward
 from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
+    OTHER_NAMES,
     Backend,
     check_backend,
     check_dtype,
@@ -85,6 +87,7 @@ class Router(nn.Module):
     bias: nn.Parameter | None
     expert_bias: Tensor | None
 
+    @explain_arguments(**OTHER_NAMES)
     def __init__(
         self,
         hidden_size: int,
@@ -119,7 +122,7 @@ class Router(nn.Module):
                 "one choice renormalized",
                 "Router: top_k=1 with renormalize=True makes every weight 1, so that the loss gives the router a "
                 "gradient of exactly 0 and it does not learn; pass renormalize=False, as Switch Transformer does",
-                stacklevel=2,
+                stacklevel=3,  # past explain_arguments
             )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
@@ -281,8 +284,16 @@ class Router(nn.Module):
         self._warn_if_never_updated()
         super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape != self.weight.shape:
+            experts, size = weight.shape
+            args[-1].append(
+                f"Router {prefix.removesuffix('.')!r}: the state is of a layer with num_experts={experts} and "
+                f"hidden_size={size}, this one has num_experts={self.num_experts} and hidden_size={self.hidden_size}: "
+                f"make the layer with the numbers of the state"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self._version_at_start = _version(self.weight)
         if self.expert_bias is not None:  # assign=True takes the dtype of the checkpoint
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))

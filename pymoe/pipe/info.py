@@ -1,44 +1,18 @@
-"""Describes a pipe, as data and as a picture. Accepts the names that other packages have for the same things."""
+"""Describes a pipe, as data and as a picture."""
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from pymoe._common.names import also_called
 from pymoe.pipe.stages import INPUT, Source, StagedModel, shared_parameters
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that adds aliases for keyword arguments.
-
-    With ``also_called(alias="name")``, a caller may pass ``alias=`` in place of ``name=``. A call that passes both
-    raises TypeError.
-    """
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(function)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for other, name in names.items():
-                if other in kwargs:
-                    if name in kwargs:
-                        raise TypeError(f"{function.__name__}: {other} is another name of {name}, got both")
-                    kwargs[name] = kwargs.pop(other)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
 
 # Answers as data.
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import nn
 
+from pymoe._common.names import also_called, explain_arguments
 from pymoe._transforms import torch_func_is_active
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.step_state import recomputed
-from pymoe.pipe.info import Inspection, also_called
+from pymoe.pipe.info import Inspection
 from pymoe.pipe.loss import LossWrapper, Reduction, weigh
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import OwnStages, SequentialModel, Taken
@@ -90,6 +91,7 @@ class Pipe(Inspection):
             such step).
     """
 
+    @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks", partitions="balance")
     def __init__(
         self,
         module: nn.Sequential,
@@ -388,6 +390,9 @@ def _count(name: str, number: int) -> int:
     return number
 
 
+@explain_arguments(
+    example_args="mb_args", example_kwargs="mb_kwargs", n_microbatches="chunks", num_microbatches="chunks"
+)
 def pipeline(
     module: nn.Module,
     mb_args: tuple[Any, ...] = (),
@@ -482,7 +487,10 @@ def pipeline(
     if not isinstance(module, nn.Module):
         raise TypeError(f"pipeline: the model must be an nn.Module, got {type(module).__name__}")
     if not isinstance(mb_args, (tuple, list)):
-        raise TypeError(f"pipeline: mb_args must be a tuple of arguments, got {type(mb_args).__name__}")
+        raise TypeError(
+            f"pipeline: mb_args, the example of the model's arguments, must be a tuple, (x,) for a model that takes x; "
+            f"got {type(mb_args).__name__}"
+        )
     if was_annotated_in_vain(module) and split_spec is None and split_policy is None:
         warnings.warn(
             "pipeline: the model was given to annotate_split_points, which leaves it as it is and returns a marked "

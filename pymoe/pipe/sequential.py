@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe._common.names import suggestion
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
 from pymoe.pipe.execution.shared_layers import StageLock
 from pymoe.pipe.skip import InPlace, Key, skip_routes, tracking, verify_skippables
 from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, Structure, place
+
+OTHER_NAMES_IN_STEP = {"loss": "loss_fn", "criterion": "loss_fn", "targets": "target", "labels": "target"}
+STEP_OPTIONS = ("target", "loss_fn", "schedule", "chunks", "reduction")
+"""The options of :meth:`pymoe.Pipe.step`, which takes all others for arguments of the model."""
 
 
 class LayersAsStages(StagedModel):
@@ -173,7 +178,8 @@ class SequentialModel(LayersAsStages):
         if kwargs:
             unknown = ", ".join(name for name in kwargs if name != "input")
             if unknown:
-                raise TypeError(f"Pipe: unexpected argument {unknown}: an nn.Sequential has one, 'input'")
+                hint = suggestion(unknown, STEP_OPTIONS, OTHER_NAMES_IN_STEP)
+                raise TypeError(f"Pipe: unexpected argument {unknown}: an nn.Sequential has one, 'input'{hint}")
             args = [*args, kwargs["input"]]
         if len(args) != 1:
             raise TypeError(f"Pipe: expected 1 input, got {len(args)}")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pymoe._common.checks import usable_device
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 
@@ -217,20 +218,6 @@ def place(
     for part, device in zip(parts, found, strict=True):
         part.to(device)
     return tuple(found)
-
-
-def usable_device(device: torch.device | str | int, what: str) -> torch.device:
-    """Return the device. Raise ValueError, beginning with ``what``, if this process cannot use it."""
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        there = f"{torch.__version__}, and sees {torch.cuda.device_count()} CUDA devices"
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{what} must be a device of this machine, got {str(device)!r}: torch is {there} ({reason})"
-        ) from error
-    return found
 
 
 def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -4,6 +4,10 @@ The packages grpcio, msgspec and safetensors are required: ``pip install --no-bu
 source folder.
 """
 
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's lines on stderr tell nothing that the exceptions do not
+
 try:
     import grpc  # noqa: F401
     import msgspec  # noqa: F401

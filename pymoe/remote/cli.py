@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 import torch
 
+from pymoe._common.command_line import CommandLine
 from pymoe.remote import wire
 from pymoe.remote.client import Connection, connect
 from pymoe.remote.errors import ProtocolError, ServerLost
-from pymoe.remote.security import TLS
+from pymoe.remote.security import TLS, check_address
 from pymoe.remote.server import ExpertServer
 from pymoe.runtime import ExpertBackend
 from pymoe.runtime.monitoring.statistics import pool_stats
@@ -37,7 +38,7 @@ DRAIN_CHECK_S = 0.1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: 1 if there is no such server, or it cannot serve or save."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
+    parser = CommandLine(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     abouts = {"info": "describe a server", "drain": "make a server save and end", "top": "show a live view"}
@@ -98,6 +99,7 @@ def serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    check_address("serve: --listen", options.listen)
     make = function_of(options.factory)
     _say(f"making the experts of {options.factory}")
     backends = made_by(make, options.factory)

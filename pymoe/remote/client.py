@@ -7,12 +7,13 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pymoe._common.names import explain_arguments, suggestion
 from pymoe._common.seconds import check_seconds
 from pymoe.remote import wire
 from pymoe.remote.channel import Channel
 from pymoe.remote.errors import ServerLost
 from pymoe.remote.requests import CoalescingPool, DirectPool, ExpertStub
-from pymoe.remote.security import TLS
+from pymoe.remote.security import PORT, TLS
 from pymoe.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class Connection(Channel):
         experts = self.info().experts
         for name in names:
             if name not in experts:
-                raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}")
+                hint = suggestion(name, experts)
+                raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}{hint}")
         with self._changes:
             self.check_usable()  # otherwise nothing would end the runtime
             wanted = list(names or experts)
@@ -154,6 +156,7 @@ class Connection(Channel):
         return f"<Connection to {self.address}: {state}>"
 
 
+@explain_arguments(host=PORT, port=PORT, compression="encoding", ssl="tls", credentials="tls")
 def connect(
     address: str,
     *,

@@ -83,6 +83,20 @@ _BY_CODE: dict[StatusCode, type[Exception]] = {
 }
 
 
+HINTS = {
+    "Connection refused": "; nothing listens there: is the server running, and is this its port?",
+    "No such file or directory": "; nothing listens there: is the server running?",
+    "Failed parsing HTTP/2": "; what listens there is not an ExpertServer (a web server?)",
+    "Trying to connect an http1.x server": "; what listens there is not an ExpertServer (a web server?)",
+    "DNS resolution failed": "; is the name of the host right?",
+    "Name resolution failure": "; is the name of the host right?",
+    "WRONG_VERSION_NUMBER": "; does the server use TLS? Without it, connect without tls=",
+    "CERTIFICATE_VERIFY_FAILED": "; TLS(ca=), --tls-ca, must hold the authority that signed the server's certificate",
+    "Hostname Verification Check failed": "; connect by a name that is in the server's certificate",
+}
+"""Ends of error messages, by parts of gRPC's own, which do not say what to do."""
+
+
 def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, str], ...]]:
     """Return the status code, message and trailing metadata for ``error``, without its traceback."""
     kind = type(error)
@@ -115,6 +129,7 @@ def _text(error: BaseException) -> str:
 def from_status(call: Any, where: str) -> Exception:
     """Return the exception for the failed gRPC ``call``; its message begins with ``where``."""
     text = f"{where}: {call.details() or 'no reason was given'}"
+    text += next((hint for said, hint in HINTS.items() if said in text), "")
     trailing = dict(call.trailing_metadata() or ())
     if (kind := trailing.get(KIND_KEY)) is not None:
         return KNOWN.get(str(kind), RemoteExpertError)(text)

@@ -25,6 +25,8 @@ PREFIX = "Bearer "
 SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
 """Schemes of gRPC that may precede ``HOST:PORT``."""
 MAX_PORT = 65535
+PORT = "address='HOST:PORT' has the host and the port"
+"""Names the argument that stands for a host or port of its own."""
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 FREE = (errno.ENOENT, errno.ECONNREFUSED)
@@ -184,6 +186,7 @@ def _read(path: str | Path | None) -> bytes | None:
 def check_server(address: str, tls: TLS | None, token: str | None) -> None:
     """Raise ValueError if other machines can reach ``address``, and anybody could connect or eavesdrop."""
     check_token("ExpertServer", token)
+    check_tls("ExpertServer", tls)
     if is_local(address):
         return
     if tls is None:
@@ -201,8 +204,17 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
     """Raise ValueError if the token would be sent to another machine without encryption."""
     check_token("connect", token)
+    check_tls("connect", tls)
     if token is not None and tls is None and not is_local(address):
         raise ValueError(f"connect: a token is sent only over TLS: expected tls= for {address}, got None")
+
+
+def check_tls(owner: str, tls: Any) -> None:
+    """Raise TypeError unless ``tls`` is a :class:`TLS` or None."""
+    if tls is not None and not isinstance(tls, TLS):
+        raise TypeError(
+            f"{owner}: tls must be None or a TLS, got {tls!r}: TLS(cert, key) of a server, TLS(ca=) of its clients"
+        )
 
 
 def check_token(owner: str, token: Any) -> None:

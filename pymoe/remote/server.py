@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from pymoe._common.names import explain_arguments
 from pymoe._common.seconds import check_seconds
 from pymoe.remote import encodings, wire
 from pymoe.remote.checkpoints import ExpertCheckpoints
-from pymoe.remote.security import TLS, check_address, check_server, held_for_binding, why_not_free
+from pymoe.remote.security import PORT, TLS, check_address, check_server, held_for_binding, why_not_free
 from pymoe.remote.service import ExpertEntry, Service
 from pymoe.runtime import ExpertBackend, Runtime
 from pymoe.runtime.parameters import optimized
@@ -106,6 +107,7 @@ class ExpertServer:
         OSError: the folder ``checkpoints`` is not writable, or another server has an expert of the same name there.
     """
 
+    @explain_arguments(host=PORT, port=PORT, listen_on="address", num_workers="workers", checkpoint_dir="checkpoints")
     def __init__(
         self,
         backends: ExpertBackend | Iterable[ExpertBackend],

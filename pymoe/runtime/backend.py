@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from pymoe._common.names import keywords_of, no_such_argument
 from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, lend, run_backward_pass, warm_up_autograd, zero_grad
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
@@ -20,11 +21,21 @@ from pymoe.runtime.gradients import GradientRule, check_one_of
 from pymoe.runtime.interrupts import uninterrupted
 from pymoe.runtime.parameters import check_steps, check_updates, lock_of, optimized
 from pymoe.runtime.schema import RequestSchema, as_arguments, tensor_protos, to_schema
-from pymoe.runtime.task_pool import TaskPool
+from pymoe.runtime.task_pool import REPLACED, TaskPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+OTHER_NAMES = {
+    "optimizer": "opt",
+    "module": "expert",
+    "model": "expert",
+    "lr_scheduler": "scheduler",
+    "clip_grad": "clip_grad_norm",
+    "max_grad_norm": "clip_grad_norm",
+    "grad_accumulation_steps": "accumulate_steps",
+}
+"""Names of arguments in hivemind and in trainers, each with the name here."""
 _POOLS = ("forward_pool", "backward_pool")
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools with ``isolate`` read it too
 
@@ -111,6 +122,10 @@ class ExpertBackend(nn.Module):
         super().__init__()
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
+        for option in pool_options:
+            if option not in keywords_of(TaskPool):
+                known = (*keywords_of(ExpertBackend), *keywords_of(TaskPool))
+                raise no_such_argument("ExpertBackend", option, known, OTHER_NAMES | REPLACED)
         check_steps(opt, scheduler, alone=not self._updates_itself())
         check_one_of("buffers", buffers, ("backward", "both"))
         self.name = name
@@ -156,8 +171,9 @@ class ExpertBackend(nn.Module):
         except Exception as error:
             add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
             add_note(
-                f"ExpertBackend {self.name!r}: raised by the one call on zeros that finds out its outputs_schema; with "
-                f"an outputs_schema there is no such call"
+                f"ExpertBackend {self.name!r}: raised by the one call on zeros that finds out its outputs_schema. Does "
+                f"the expert take args_schema={self.args_schema!r}, kwargs_schema={self.kwargs_schema!r}? With an "
+                f"outputs_schema there is no such call"
             )
             raise
         self._expert_device = ExpertDevice(self.expert)  # a lazy expert has its parameters only now

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from pymoe.autograd.graph_nodes import ANCHOR, version_of
+from pymoe.autograd.graph_nodes import ANCHOR, once_only, version_of
 from pymoe.runtime.awaiting import outcome
 from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
 from pymoe.runtime.protocols import Backend, RequestPool, check_is_backend
@@ -175,6 +174,18 @@ class ExpertClient(nn.Module):
             f"Save the state_dict of the model, and that of the backend."
         )
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return an iterator over no parameters, and warn: an optimizer of a client would train nothing.
+
+        Models that hold clients have their own parameters as always, without a warning.
+        """
+        warnings.warn(
+            f"ExpertClient {self.name!r} has no parameters: the server updates the expert in every backward pass, by "
+            f"the optimizer of ExpertBackend(name, expert, opt); an optimizer here is for the model's own parameters",
+            stacklevel=2,
+        )
+        return super().parameters(recurse)
+
     def extra_repr(self) -> str:
         return f"name={self.name!r}" + ("" if self.timeout is None else f", timeout={self.timeout}")
 
@@ -236,10 +247,12 @@ class ServedCall(torch.autograd.Function):
         return detached(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         of_tensors = [grad for grad, is_tensor in zip(grad_outputs, ctx.is_tensor, strict=True) if is_tensor]
-        return None, None, None, *ctx.gradients(ctx.saved_tensors, of_tensors, ctx.needs_input_grad[3:])
+        with torch.no_grad():
+            gradients = ctx.gradients(ctx.saved_tensors, of_tensors, ctx.needs_input_grad[3:])
+        # For create_graph=True, even if no gradient that arrives has a history: the expert has a second derivative.
+        return None, None, None, *(once_only("a served expert", gradients) if torch.is_grad_enabled() else gradients)
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from torch import nn
+
 from pymoe.runtime.room import RoomLine
 
 
@@ -74,4 +76,12 @@ def check_is_backend(owner: str, backend: Any) -> None:
         raise TypeError(
             f"{owner}: expected a backend, as ExpertBackend is one, got {shown}"
             + ("" if isinstance(backend, type) else f" without {', '.join(missing)}")
+            + how(backend)
         )
+
+
+def how(value: Any) -> str:
+    """Return the end of an error message for a value that should have been a backend; "" unless it is a module."""
+    if not isinstance(value, nn.Module):
+        return ""
+    return ": make a backend of the module with ExpertBackend(name, module, opt, args_schema=[BatchTensorProto(...)])"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,9 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from pymoe import _runtime
+from pymoe._common.names import explain_arguments
 from pymoe.autograd.fork import renew_engine
 from pymoe.runtime.monitoring.observers import Observers
 from pymoe.runtime.monitoring.statistics import PoolStats, ServedPools, StatsReader
+from pymoe.runtime.protocols import how
 from pymoe.runtime.task_pool import TaskPool, check_count
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Runtime:
         TypeError: something is neither a pool nor a backend with pools, or ``device`` is given.
     """
 
+    @explain_arguments(threads="num_workers")
     def __init__(
         self,
         backends_or_pools: Any = None,
@@ -78,6 +82,7 @@ class Runtime:
         pools: list[TaskPool] = []
         for member in members:
             pools += [pool for pool in pools_of(member) if pool not in pools]
+        _warn_of_equal_names(pools, (), stacklevel=4)
         if num_workers is None:
             num_workers = max(1, min(len(members), os.cpu_count() or 1))
         self._served: ServedPools = ServedPools(pools)
@@ -174,6 +179,7 @@ class Runtime:
             new = [pool for pool in coming if pool not in self.pools]
             # A pool that excludes an already served pool is served together with it.
             here = self.pools
+            _warn_of_equal_names(new, self.pools, stacklevel=3)
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
             self._served.add(new)
             for pool in new:
@@ -252,6 +258,19 @@ class Runtime:
 TesseractRuntime = Runtime
 
 
+def _warn_of_equal_names(new: Iterable[TaskPool], others: Iterable[TaskPool], stacklevel: int) -> None:
+    names = {pool.name for pool in others}
+    for pool in new:
+        if pool.name in names:
+            warnings.warn(
+                f"Runtime: two pools are called {pool.name!r}; statistics, metrics and top number the second one "
+                f"({pool.name}#2), which nothing else tells from the first: give backends and pools different names",
+                stacklevel=stacklevel,
+            )
+            return
+        names.add(pool.name)
+
+
 def members_of(backends_or_pools: Any) -> list[Any]:
     """Return the list of backends and pools to serve; a single one becomes a list of one."""
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
@@ -271,5 +290,7 @@ def pools_of(backend: Any) -> list[TaskPool]:
     pools: list[Any] = list(get_pools()) if callable(get_pools) else [None]
     for pool in pools:
         if not isinstance(pool, TaskPool):
-            raise TypeError(f"Runtime: expected a pool or a backend with get_pools(), got {type(backend).__name__}")
+            raise TypeError(
+                f"Runtime: expected a pool or a backend with get_pools(), got {type(backend).__name__}{how(backend)}"
+            )
     return pools

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pymoe import _runtime
+from pymoe._common.names import keywords_of, no_such_argument
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.future import Future
@@ -115,8 +116,7 @@ class TaskPool(_runtime.TaskPool):
         **unknown: Any,
     ) -> None:
         for option in unknown:
-            instead = REPLACED.get(option, "see help(TaskPool)")
-            raise TypeError(f"TaskPool: there is no option {option!r}: {instead}")
+            raise no_such_argument("TaskPool", option, keywords_of(TaskPool), REPLACED)
         if on_full not in ("wait", "raise"):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
         if "name" in vars(self):

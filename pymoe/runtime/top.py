@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from pymoe._common.command_line import CommandLine
 from pymoe._common.seconds import parse_seconds
 from pymoe.runtime.monitoring.formatting import COLUMNS, SIZES, Column, is_busy, lost, table
 from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOUT_S, private_folder
@@ -163,7 +164,7 @@ class Watching(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if there is nothing to show."""
     description, _, _ = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(prog="python -m pymoe.runtime.top", description=description)
+    parser = CommandLine(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
     add_options(parser)
     options = parser.parse_args(arguments)

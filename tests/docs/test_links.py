@@ -16,7 +16,7 @@ PATH = re.compile(rf"(?<![\w/.-])((?:{TOP_FOLDERS})/[\w./-]*\w/?)")
 # Files that commands create, and placeholders for a user's own names.
 NOT_IN_THE_TREE = re.compile(r"(^|/)(X|NAME)\b|_X|X_|gpu_NAME|my_|\.so$|^docs/_build")
 INDEX_HOSTS = re.compile(r"(?<![\w.])(files\.pythonhosted|pypi|anaconda|download\.pytorch|conda\.anaconda)\.(org|com)")
-README_LINES = 200
+README_LINES = 150
 
 
 def with_included(file: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pymoe._common.command_line import CommandLine
 from pymoe.ep.simulate.block import DTYPES, PRESETS, Block
 from pymoe.ep.simulate.loads import load_of
 from pymoe.ep.simulate.report import text
@@ -36,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the commands and their options."""
-    top = argparse.ArgumentParser(
-        prog="python -m pymoe.ep", description="Expert parallelism of mixture-of-experts layers."
-    )
+    top = CommandLine(prog="python -m pymoe.ep", description="Expert parallelism of mixture-of-experts layers.")
     commands = top.add_subparsers(dest="command", required=True)
     own = commands.add_parser(
         "simulate",

@@ -134,8 +134,9 @@ def recorded(block: Block, file: str | Path) -> Load:
             form, experts = int(found["format"]), int(found["experts"])
             names, choices = found["layers"], torch.from_numpy(found["choices"].astype(np.int64))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        got = f"{type(error).__name__}: {error}" if zipfile.is_zipfile(file) else "another kind of file"
         raise ValueError(
-            f"{file}: expected a file of recorded loads (.npz), got {type(error).__name__}: {error}"
+            f"{file}: expected a file of recorded loads (.npz), as LoadRecorder.save writes it, got {got}"
         ) from None
     if form != FORMAT:
         raise ValueError(f"{file}: expected format {FORMAT}, got {form}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pymoe._common.contracts import check_format
+from pymoe._common.names import suggestion
 from pymoe._common.types import WeightFormat
 from pymoe.integrations.transformers import affine_files, fp8_files, gguf_files, interface, mxfp4_files
 from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
@@ -19,6 +20,9 @@ STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
     **affine_files.STORED,
 }
 """The format of files that is kept as it is, as a function of their configuration, by method."""
+
+OTHER_NAMES = {"load_in_4bit": "bits=4 gives 4 bits", "load_in_8bit": "bits=8 gives 8 bits", "w_bit": "bits"}
+"""Options of other quantisers, each with what stands for it here."""
 
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -99,8 +103,9 @@ class PymoeConfig(QuantizationConfigMixin):
             problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
             raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
         if other or quant_method != interface.NAME:
+            hint = suggestion(next(iter(other), ""), ("bits", "format", "linear_bits"), OTHER_NAMES)
             raise ValueError(
-                f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}"
+                f"PymoeConfig: expected bits, format, linear_bits and version, got {other or quant_method!r}{hint}"
             )
         if format != AS_STORED:
             check_format("PymoeConfig", bits, format)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pymoe._common.command_line import CommandLine
 from pymoe.pipe.schedules import Times, build, names, options, png, simulate, text
 from pymoe.pipe.schedules.record import Record
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    top = argparse.ArgumentParser(
+    top = CommandLine(
         prog="python -m pymoe.pipe.schedules",
         description="Simulate pipeline schedules: what every worker does when, bubbles, and live activations.",
         epilog="F: forward, B: backward, I and W: backward of inputs and of weights; blanks are bubbles. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from pymoe._common.names import also_called, suggestion
 from pymoe._torch_private import OpOverload, OpOverloadPacket
 from pymoe._transforms import is_exporting
 from pymoe.pipe.capture.opaque import refuse_boundary
-from pymoe.pipe.info import also_called
 
 _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
@@ -25,6 +24,9 @@ _MARKER = torch.ops.pymoe_pipe.split.default
 fx.node.has_side_effect(_MARKER)  # otherwise captures would remove the marker
 aten_pipe_split_alias = _MARKER
 """PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
+
+SHOWN = 20
+"""The most names of submodules in an error message."""
 
 _annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # each model's copy, until captured
 
@@ -154,8 +156,8 @@ def was_annotated_in_vain(model: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, name: str) -> str:
-    near = difflib.get_close_matches(name, [known for known, _ in model.named_modules()], 3)
-    hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+    there = [known for known, _ in model.named_modules() if known]
+    hint = suggestion(name, there) or f": it has {', '.join(there[:SHOWN]) or 'none'}{', ...' * (len(there) > SHOWN)}"
     return f"the model ({type(model).__name__}) has no submodule {name!r}{hint}"
 
 

@@ -1,0 +1,28 @@
+"""A parser of command lines whose errors name what was meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from pymoe._common.names import suggestion
+
+
+class CommandLine(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that suggests the option or command for one that does not exist.
+
+    A subcommand reports its own unknown options, with its own usage.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [option for action in self._actions for option in action.option_strings]
+            wrong = next((one for one in rest if one.startswith("-")), rest[0])
+            self.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(wrong.partition('=')[0], options)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message)
+        super().error(message + (suggestion(choice[1], re.findall(r"[\w.+-]+", choice[2])) if choice else ""))

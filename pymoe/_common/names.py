@@ -1,0 +1,100 @@
+"""Names that do not exist, of arguments, options and attributes: errors name what was meant.
+
+Other packages' names for the same things are either accepted (:func:`also_called`) or named with the one that is used
+here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_NONE: Mapping[str, str] = MappingProxyType({})
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> str:
+    """Return a clause for the end of an error message, such as ``": did you mean 'top_k'?"``; "" if nothing is near.
+
+    Args:
+        name: the name that does not exist.
+        known: the names that exist.
+        elsewhere: names of other packages, each with the name in ``known`` that stands for it, or with a clause that
+            says what does.
+    """
+    names = tuple(known)
+    meant = elsewhere.get(name, "")
+    if " " in meant:
+        return f": {meant}"
+    near = [meant] if meant in names else _nearest(name, names)
+    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
+    """Return at most three names that resemble ``name`` nearly as much as the nearest one does."""
+    near = difflib.get_close_matches(name, names, 3, cutoff=0.65)
+    likeness = [difflib.SequenceMatcher(None, one, name).ratio() for one in near]
+    return [one for one, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
+
+
+def no_such_argument(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> TypeError:
+    """Return the error for a keyword argument that ``owner`` does not take; see :func:`suggestion` for the others."""
+    names = tuple(known)
+    hint = suggestion(name, names, elsewhere) or f": expected {', '.join(names)}"
+    return TypeError(f"{owner}: there is no argument {name!r}{hint}")
+
+
+def keywords_of(function: Callable[..., object]) -> tuple[str, ...]:
+    """Return the names of the arguments that a function takes by keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(one.name for one in parameters if one.kind in _BY_KEYWORD and one.name not in ("self", "cls"))
+
+
+def explain_arguments(**elsewhere: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator: a keyword argument that the function does not take raises :func:`no_such_argument`.
+
+    It is for constructors and functions that are not called in every step of a training: a call costs a microsecond
+    more.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        owner, names = function.__qualname__.removesuffix(".__init__"), keywords_of(function)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in names:
+                    raise no_such_argument(owner, name, names, elsewhere)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator that adds aliases for keyword arguments.
+
+    With ``also_called(alias="name")``, a caller may pass ``alias=`` in place of ``name=``. A call that passes both
+    raises TypeError.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for other, name in names.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(f"{function.__name__}: {other} is another name of {name}, got both")
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

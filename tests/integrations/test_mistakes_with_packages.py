@@ -1,0 +1,50 @@
+"""A newcomer's mistakes with transformers, and with packages that are not installed: each message says what to do."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from newcomer import Table, cases, check, read
+
+MODELS: Table = {
+    "a dense model": (
+        """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+adapter.enable(LlamaForCausalLM(LlamaConfig(**sizes)))
+""",
+        "expected a model with experts behind transformers' interface, .* got LlamaForCausalLM with none of them",
+    ),
+    "another block": ("adapter.from_transformers(nn.Linear(3, 3))", "got Linear; known are AfmoeSparseMoeBlock, "),
+    "5 bits": ("adapter.PymoeConfig(bits=5)", "PymoeConfig: bits must be 8 or 4, got 5"),
+    "load_in_4bit": ("adapter.PymoeConfig(load_in_4bit=True)", r"got \{'load_in_4bit': True\}: bits=4 gives 4 bits"),
+    "bit": ("adapter.PymoeConfig(bit=4)", r"got \{'bit': 4\}: did you mean 'bits'\?"),
+}
+PACKAGES = {
+    "grpc": ("import pymoe.remote", "needs grpcio, msgspec and safetensors: pip install grpcio msgspec safetensors"),
+    "transformers": ("import pymoe.integrations.transformers", 'needs transformers: pip install "transformers>=5"'),
+    "ray": ("import pymoe.integrations.ray as one; one.serve('a', list)", "needs ray: pip install ray"),
+    "prometheus_client": (
+        "import pymoe.integrations.prometheus as one; one.serve(Runtime([TaskPool(len, name='a')]), 1)",
+        "needs prometheus-client: pip install prometheus-client",
+    ),
+}
+
+
+@cases(MODELS)
+def test_the_message_says_what_to_do(capfd: pytest.CaptureFixture[str], code: str, answer: str) -> None:
+    pytest.importorskip("transformers")
+    check(read(capfd, "import pymoe.integrations.transformers as adapter", code), answer)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_that_is_missing_is_named_with_its_command(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    code, answer = PACKAGES[package]
+    for name in list(sys.modules):
+        if name.startswith((f"{package}.", "pymoe.remote", "pymoe.integrations")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    check(read(capfd, "", code), f"^ImportError: .*{answer}")

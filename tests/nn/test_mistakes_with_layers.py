@@ -1,0 +1,113 @@
+"""A newcomer's mistakes with layers and operators: each message names the mistake and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+from newcomer import Table, cases, check, read
+
+BEFORE = """
+torch.manual_seed(0)
+moe, x = MoE(16, 32, 4, 2), torch.randn(5, 16)
+"""
+VALUES: Table = {
+    "another hidden size": ("moe(torch.randn(3, 8))", r"x must have shape \(\.\.\., H\) with H = 16, got \(3, 8\)"),
+    "no dimension": ("moe(torch.tensor(1.0))", r"x must have shape \(\.\.\., H\) with H = 16, got \(\)"),
+    "float64": ("moe(x.double())", r"x must have the dtype of the parameters \(torch.float32\), got torch.float64"),
+    "bfloat16": ("moe(x.bfloat16())", r"x must have the dtype of the parameters \(torch.float32\), got torch.bfloat16"),
+    "integers": ("moe(x.int())", "x must have dtype float32, float64, bfloat16 or float16, got torch.int32"),
+    "numpy": ("moe(x.numpy())", "x must be a tensor, got ndarray"),
+    "meta": ("moe(x.to('meta'))", r"x must be on the device of the parameters \(cpu\), got meta"),
+    "no experts for a token": ("MoE(16, 32, 4, 0)", r"top_k must be in 1..num_experts \(4\), got 0"),
+    "more choices than experts": ("MoE(16, 32, 4, 5)", r"top_k must be in 1..num_experts \(4\), got 5"),
+    "a float of experts": ("MoE(16, 32, 4.0, 2)", "num_experts must be an int, got float"),
+    "text for capacity": ("MoE(16, 32, 4, 2, capacity_factor='2')", "capacity_factor must be a float, got str"),
+    "half of the groups": ("MoE(16, 32, 4, 2, num_groups=2)", "num_groups and topk_groups must be given together"),
+    "3 bits": ("quantize_experts(moe.eval(), bits=3)", "bits must be 8 or 4, got 3"),
+    "an activation without its gate": ("MoE(16, 32, 4, 2, activation='silu')", "must be one of 'swiglu', 'gelu'"),
+    "offsets of int64": (
+        "ops.grouped_linear(torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([0, 3, 6]))",
+        "offsets must have dtype int32, got torch.int64",
+    ),
+    "offsets past the rows": (
+        "ops.grouped_linear(torch.randn(6, 8), torch.randn(2, 4, 8), torch.tensor([0, 3, 9], dtype=torch.int32))",
+        r"offsets must lie in \[0, S\] \(S = 6\), got 9",
+    ),
+}
+NAMES: Table = {
+    "n_experts": ("MoE(16, 32, n_experts=4, top_k=2)", "there is no argument 'n_experts': did you mean 'num_experts'"),
+    "transformers' num_local_experts": (
+        "MoE(hidden_size=16, ffn_size=32, num_local_experts=4, top_k=2)",
+        r"^TypeError: MoE: there is no argument 'num_local_experts': did you mean 'num_experts'\?",
+    ),
+    "transformers' intermediate_size": (
+        "MoE(hidden_size=16, intermediate_size=32, num_experts=4, top_k=2)",
+        r"'intermediate_size': did you mean 'ffn_size'\?",
+    ),
+    "transformers' num_experts_per_tok": (
+        "MoE(hidden_size=16, ffn_size=32, num_experts=4, num_experts_per_tok=2)",
+        r"'num_experts_per_tok': did you mean 'top_k'\?",
+    ),
+    "Megatron's name": ("MoE(16, 32, 4, moe_router_topk=2)", r"'moe_router_topk': did you mean 'top_k'\?"),
+    "DeepSpeed's name": ("MoE(16, 32, num_experts=4, k=2)", r"'k': did you mean 'top_k'\?"),
+    "a name like no other": (
+        "MoE(16, 32, 4, 2, zzz=1)",
+        "there is no argument 'zzz': expected hidden_size, ffn_size, ",
+    ),
+    "topk of Router": ("Router(16, 4, topk=2)", r"^TypeError: Router: .* 'topk': did you mean 'top_k'\?"),
+    "hidden_dim of Experts": ("Experts(hidden_dim=16)", r"^TypeError: Experts: .*did you mean 'hidden_size'\?"),
+    "nbits": ("quantize_experts(moe.eval(), nbits=4)", r"there is no argument 'nbits': did you mean 'bits'\?"),
+    "load_in_4bit": ("quantize_experts(moe.eval(), load_in_4bit=True)", "'load_in_4bit': bits=4 gives 4 bits"),
+    "a name in pymoe": ("pymoe.piplines", "module 'pymoe' has no attribute 'piplines': did you mean 'pipeline'"),
+    "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
+}
+USE: Table = {
+    "another number of experts in a state": (
+        "moe.load_state_dict(MoE(16, 32, 8, 2).state_dict())",
+        "the state is of a layer with num_experts=8 and hidden_size=16, this one has num_experts=4 and hidden_size=16: "
+        "make the layer with the numbers of the state",
+    ),
+    "nothing to update": ("update_expert_biases(moe)", r"build the layers with MoE\(\.\.\., bias_update_rate=0.001\)"),
+    "quantised in training": ("quantize_experts(moe)", r"call model.eval\(\) first"),
+    "quantised without experts": (
+        "quantize_experts(nn.Linear(4, 4).eval())",
+        "must hold experts .* found once pymoe.integrations.transformers is imported",
+    ),
+}
+
+
+@cases(VALUES | NAMES | USE)
+def test_the_message_says_what_to_do(capfd: pytest.CaptureFixture[str], code: str, answer: str) -> None:
+    check(read(capfd, BEFORE, code), answer)
+
+
+def test_the_layer_is_where_it_is_looked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """``from pymoe import MoE`` failed, and Python's own message cannot be replaced."""
+    assert not read(capfd, "", "from pymoe import MoE\nassert MoE is pymoe.nn.MoE").strip()
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has CUDA")
+def test_a_device_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    check(
+        read(capfd, BEFORE, "MoE(16, 32, 4, 2, device='cuda')"),
+        r"MoE: device must be a device of this machine, got 'cuda'",
+    )
+
+
+def test_one_choice_that_cannot_learn(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pymoe.nn.options._warned", set())  # it warns once in a process
+    check(read(capfd, BEFORE, "MoE(16, 32, 4, 1)"), "the router a gradient of exactly 0 .*; pass renormalize=False")
+
+
+def test_other_libraries_names_stand_for_arguments_that_exist() -> None:
+    """A translation into a name that does not exist would be as wrong as none."""
+    from pymoe._common.names import keywords_of
+    from pymoe.integrations.transformers import configuration
+    from pymoe.nn import MoE
+    from pymoe.nn.options import OTHER_NAMES
+    from pymoe.pipe.sequential import OTHER_NAMES_IN_STEP, STEP_OPTIONS
+    from pymoe.runtime import ExpertBackend, backend
+
+    assert {*OTHER_NAMES.values()} <= {*keywords_of(MoE)}
+    assert {*backend.OTHER_NAMES.values()} <= {*keywords_of(ExpertBackend)}
+    assert {*OTHER_NAMES_IN_STEP.values()} <= {*STEP_OPTIONS} <= {*keywords_of(__import__("pymoe").Pipe.step)}
+    assert {name for name in configuration.OTHER_NAMES.values() if " " not in name} <= {"bits"}

@@ -1,0 +1,187 @@
+"""A newcomer's mistakes with pipelines and experts over ranks: each message names the mistake and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from newcomer import Table, cases, check, read
+
+BEFORE = """
+from pymoe.pipe.skip import pop, skippable, stash
+
+layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)]
+pipe = Pipe(nn.Sequential(*layers), chunks=2)
+x, y = torch.randn(4, 8), torch.randn(4, 8)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class Branch(Net):
+    def forward(self, x):
+        return self.layers[0](x) if x.sum() > 0 else x
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.ReLU() for _ in range(30)])
+"""
+NAMES: Table = {
+    "num_chunks": ("Pipe(nn.Sequential(*layers), num_chunks=2)", r"Pipe: .* 'num_chunks': did you mean 'chunks'\?"),
+    "torch's n_microbatches": (
+        "pipeline(Net(), (x,), n_microbatches=2)",
+        r"pipeline: there is no argument 'n_microbatches': did you mean 'chunks'\?",
+    ),
+    "split_specs": ("pipeline(Net(), (x,), split_specs={})", "'split_specs': did you mean 'split_spec'"),
+    "loss of a step": ("pipe.step(x, target=y, loss=F.mse_loss)", r"argument loss: .*did you mean 'loss_fn'\?"),
+    "a schedule": ("pipe.step(x, target=y, loss_fn=F.mse_loss, schedule='1f1')", "no schedule '1f1': there are gpipe"),
+    "a mode of checkpoints": (
+        "Pipe(nn.Sequential(*layers), checkpoint='alway')",
+        "checkpoint must be one of always, except_last, never, got 'alway'",
+    ),
+    "a module that is not there": (
+        "pipeline(Net(), (x,), split_spec={'blocks.7': SplitPoint.BEGINNING})",
+        r"\(Net\) has no submodule 'blocks.7': it has layers, layers.0, layers.1, layers.2$",
+    ),
+    "a module that is not there, of many": (
+        "pipeline(Wide(), (x,), split_spec={'blocks.7': SplitPoint.BEGINNING})",
+        r"no submodule 'blocks.7': it has parts, parts.0, .*, parts.18, \.\.\.$",
+    ),
+    "a module misspelt": (
+        "pipeline(Net(), (x,), split_spec={'layer.1': SplitPoint.BEGINNING})",
+        r"no submodule 'layer.1': did you mean 'layers.1'\?",
+    ),
+    "a module past the last": (
+        "pipeline(Net(), (x,), split_spec={'layers.3': SplitPoint.BEGINNING})",
+        "no submodule 'layers.3': did you mean 'layers.2'",
+    ),
+    "text for a split point": (
+        "pipeline(Net(), (x,), split_spec={'layers.1': 'beginning'})",
+        "expected SplitPoint.BEGINNING or SplitPoint.END, got 'beginning'",
+    ),
+}
+MODELS: Table = {
+    "no Sequential": ("Pipe(Net())", r"must be an nn.Sequential, got Net: pymoe.pipeline\(model, example_args\)"),
+    "another number of layers": ("Pipe(nn.Sequential(*layers), balance=[1, 1])", "for 2 layers, the model has 3"),
+    "a branch on data": (
+        "pipeline(Branch(), (x,), chunks=2)",
+        "the line branches on the value of a tensor.*Alternatives: list the module .* `opaque=`",
+    ),
+    "an example of one row": (
+        "pipeline(Net(), (x[:1],), split_spec={'layers.1': SplitPoint.BEGINNING}, chunks=2)(x)",
+        "the example had 1 there: capture with an example of at least 2",
+    ),
+    "an example without a tuple": (
+        "pipeline(Net(), x)",
+        r"must be a tuple, \(x,\) for a model that takes x; got Tensor",
+    ),
+    "a skip that nobody begins": (
+        """
+@skippable(pop=["a"])
+class Popper(nn.Module):
+    def forward(self, x):
+        return x + (yield pop("a"))
+
+Pipe(nn.Sequential(nn.Linear(8, 8), Popper()))
+""",
+        "'1' declared 'a' as poppable but it was not stashed",
+    ),
+    "a skip that nobody ends": (
+        """
+@skippable(stash=["a"])
+class Stasher(nn.Module):
+    def forward(self, x):
+        yield stash("a", x)
+        return x
+
+Pipe(nn.Sequential(Stasher(), nn.Linear(8, 8)))
+""",
+        "no module declared 'a' as poppable but stashed",
+    ),
+}
+STEPS: Table = {
+    "another number of targets": (
+        "pipe.step(x, target=y[:3], loss_fn=F.mse_loss)",
+        r"must have the same number of rows \(dimension 0\), got 4 and 3",
+    ),
+    "a loss for each row": (
+        "pipe.step(x, target=y, loss_fn=lambda a, b: (a - b).square().mean(1))",
+        r"loss_fn must return a tensor with one element, got a tensor of shape \(2,\)",
+    ),
+    "no loss": ("pipe.step(x, target=y)", r"give step a loss_fn \(and a target\), or let the model return its loss"),
+    "padding in a loss of one's own": (
+        "pipe.step(x, target=torch.tensor([1, -100, 2, 3]), loss_fn=lambda a, t: F.cross_entropy(a, t))",
+        r"not known as a mean over rows \(padding.*reduction=lambda target: \(target != -100\).sum\(\)",
+    ),
+    "a mean over what is not padding": (
+        """
+def loss(out, target):
+    there = target >= 0
+    return out[there].square().sum() / there.sum()
+
+pipe.step(x, target=torch.tensor([1, -100, 2, 3]), loss_fn=loss)
+""",
+        r"not known as a mean over rows \(padding.*reduction=lambda target: \(target != -100\).sum\(\)",
+    ),
+    "a sum": (
+        "pipe.step(x, target=y, loss_fn=lambda a, b: F.mse_loss(a, b, reduction='sum'))",
+        "the loss is a sum .*: give the step reduction='sum', too",
+    ),
+    "no group of ranks": ("pymoe.ep.shard(MoE(16, 32, 4, 2), None)", "got None; call init_process_group first"),
+    "no processes": ("pipe.build_stage(0, 'cpu')", "Default process group has not been initialized"),
+}
+RANKS: Table = {
+    "no experts": ("pymoe.ep.shard(nn.Linear(4, 4), group)", "must hold a pymoe.nn.MoE, .* got a Linear without"),
+    "twice": ("pymoe.ep.shard(pymoe.ep.shard(MoE(16, 32, 4, 2), group), group)", "must not be sharded yet"),
+    "an optimizer made before": (
+        """
+moe = MoE(16, 32, 4, 2)
+optimizer = torch.optim.SGD(moe.parameters(), 0.1)
+pymoe.ep.shard(moe, group)
+moe(torch.randn(3, 16)).sum().backward()
+optimizer.step()
+""",
+        "an optimizer must be made after pymoe.ep.shard",
+    ),
+    "num_chunks": ("pymoe.ep.shard(MoE(16, 32, 4, 2), group, num_chunks=2)", r"shard: .*did you mean 'chunks'\?"),
+    "ep_group": ("pymoe.ep.shard(MoE(16, 32, 4, 2), ep_group=group)", r"'ep_group': did you mean 'mesh'\?"),
+}
+
+
+@cases(NAMES | MODELS | STEPS)
+def test_the_message_says_what_to_do(capfd: pytest.CaptureFixture[str], code: str, answer: str) -> None:
+    check(read(capfd, BEFORE, code), answer)
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="this machine has CUDA")
+def test_devices_that_are_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "Pipe(nn.Sequential(*layers), devices=['cuda:0'] * 3)"
+    check(
+        read(capfd, BEFORE, code),
+        r"devices\[0\] must be a device of this machine, got 'cuda:0': torch is .* sees 0 CUDA",
+    )
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@cases(RANKS)
+def test_the_message_of_ranks_says_what_to_do(
+    capfd: pytest.CaptureFixture[str], code: str, answer: str, group: dist.ProcessGroup
+) -> None:
+    torch.manual_seed(0)
+    check(read(capfd, "import pymoe.ep", code, group=group), answer)
