@@ -70,6 +70,12 @@ def expert_load(model: nn.Module) -> dict[str, Tensor]:
         ValueError: the model has neither.
         RuntimeError: no forward of counted experts was seen: there was none, or it ran code that had been compiled
             before the counting began.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
+        >>> output = model(torch.randn(10, 16))
+        >>> {name: load.sum().item() for name, load in pymoe.nn.expert_load(model).items()}
+        {'0': 20}
     """
     check_model("expert_load", model)
     loads = {}

@@ -102,6 +102,14 @@ class Experts(_FeedForward):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
+
+    Example:
+        >>> experts = pymoe.nn.Experts(hidden_size=16, ffn_size=32, num_experts=4)
+        >>> experts.w_in.shape, experts.w_out.shape  # (E, 2F, H), with the gate's rows first, and (E, H, F)
+        (torch.Size([4, 64, 16]), torch.Size([4, 16, 32]))
+        >>> offsets = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)  # expert 0 gets rows 0 and 1, expert 2 row 2
+        >>> experts(torch.randn(5, 16), offsets).shape
+        torch.Size([5, 16])
     """
 
     def __init__(
@@ -164,6 +172,11 @@ class SharedExperts(_FeedForward):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
+
+    Example:
+        >>> shared = pymoe.nn.SharedExperts(hidden_size=16, ffn_size=32)
+        >>> shared(torch.randn(5, 16)).shape
+        torch.Size([5, 16])
     """
 
     def __init__(

@@ -142,6 +142,14 @@ class MoE(nn.Module):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range, or arguments do not fit each other.
+
+    Example:
+        >>> moe = pymoe.nn.MoE(hidden_size=64, ffn_size=128, num_experts=8, top_k=2)
+        >>> x = torch.randn(4, 10, 64)
+        >>> moe(x).shape
+        torch.Size([4, 10, 64])
+        >>> moe.stats.load.sum()  # 40 tokens, with 2 choices each
+        tensor(80)
     """
 
     shared: SharedExperts | None

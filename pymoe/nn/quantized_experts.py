@@ -389,6 +389,11 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
             offloaded or spread over ranks; a weight is not finite; or the experts of a model of transformers are
             outside of its interface, as those of Llama 4.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(64, 128, num_experts=4, top_k=2)).eval()
+        >>> pymoe.nn.quantize_experts(model, bits=4)
+        Quantized(layers=1, bytes_before=393216, bytes_after=70912, kept=())
     """
     check_model("quantize_experts", model)
     check_format("quantize_experts", bits, format)
