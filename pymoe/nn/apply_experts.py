@@ -380,7 +380,7 @@ def apply_networks(
         x: (T, H).
         experts: (T, K), as :func:`pymoe.ops.build_routing` takes them, with ``capacity`` and ``foreign_experts``.
         weights: (T, K).
-        num_experts: E.
+        num_experts: E, the number of experts.
         networks: all E networks.
         capacity: the most slots that an expert takes, or None.
         foreign_experts: allow values of E and above, which add nothing.

@@ -19,7 +19,7 @@ class CountedLoad(LocalTensors):
     """The load of the last forward of experts that are not those of a :class:`pymoe.nn.MoE`.
 
     Args:
-        num_experts: E.
+        num_experts: E, the number of experts.
         device: of the counts.
     """
 
@@ -44,7 +44,7 @@ def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
 
     Args:
         experts_TK: (T, K) integers.
-        num_experts: E.
+        num_experts: E, the number of experts.
     """
     flat = experts_TK.reshape(-1).clamp(max=num_experts)
     load = flat.new_zeros(num_experts + 1, dtype=torch.int32)

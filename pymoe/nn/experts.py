@@ -84,9 +84,9 @@ class Experts(_FeedForward):
     expert, and each expert is initialised as two ``nn.Linear`` would be.
 
     Args:
-        hidden_size: H.
-        ffn_size: F.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        ffn_size: F, the size of a row between the two products.
+        num_experts: E, the number of experts.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -154,7 +154,7 @@ class SharedExperts(_FeedForward):
     this module is one network for all shared experts: ``act(x @ w_in.T + b_in) @ w_out.T + b_out``.
 
     Args:
-        hidden_size: H.
+        hidden_size: H, the size of a row.
         ffn_size: F, the size of all shared experts together.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.

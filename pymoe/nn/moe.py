@@ -111,9 +111,9 @@ class MoE(nn.Module):
     the function that a compiled ``vjp`` returned.
 
     Args:
-        hidden_size: H.
+        hidden_size: H, the size of a row.
         ffn_size: F, of one expert.
-        num_experts: E.
+        num_experts: E, the number of experts.
         top_k: K, experts per token, in 1..E. It is an attribute of the router, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.

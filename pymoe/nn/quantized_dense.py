@@ -38,8 +38,8 @@ class QuantizedDenseLinear(QuantizedLinear):
     it, and not its weights. A new layer computes zeros until it gets its weights.
 
     Args:
-        in_features: H.
-        out_features: N.
+        in_features: H, the number of inputs.
+        out_features: N, the number of outputs.
         bias: add ``bias``.
         bits: 8 or 4.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.

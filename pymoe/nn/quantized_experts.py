@@ -40,9 +40,9 @@ class QuantizedLinear(nn.Module):
     dict.
 
     Args:
-        input_features: H.
-        output_features: N.
-        num_experts: E.
+        input_features: H, the number of inputs.
+        output_features: N, the number of outputs.
+        num_experts: E, the number of experts.
         bits: 8 or 4.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``, as for
             :func:`pymoe.ops.quantize_weight` and :func:`pymoe.ops.pack_weight`.
@@ -201,9 +201,9 @@ class QuantizedExperts(nn.Module):
     :class:`Experts`. It has no parameters: gradients reach its rows, and so what comes before it, and not its weights.
 
     Args:
-        hidden_size: H.
-        ffn_size: F.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        ffn_size: F, the size of a row between the two products.
+        num_experts: E, the number of experts.
         bits: 8 or 4.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         activation: a kind of :func:`pymoe.ops.expert_activation`.

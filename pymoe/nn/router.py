@@ -53,8 +53,8 @@ class Router(nn.Module):
     transform of :mod:`torch.func`.
 
     Args:
-        hidden_size: H.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        num_experts: E, the number of experts.
         top_k: K, in 1..E.
         score: ``"softmax"`` or ``"sigmoid"``.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
