@@ -39,6 +39,8 @@ html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 copybutton_selector = "div:not(.highlight-output):not(.highlight-text) > div.highlight pre"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 # Markdown: `[text](page.md#heading)` resolves to headings down to the third level.
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -93,6 +93,11 @@ def build_info() -> dict[str, Any]:
         toolkit and architectures of the compiled kernels, compiler (None if the runtime cannot be loaded), and the CPU
         instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``; the environment variable
         ``PYMOE_CPU_ISA`` may lower it).
+
+    Example:
+        >>> info = pymoe.build_info()
+        >>> info["pymoe"], info["cpu_isa"] in ("baseline", "v3", "v4", "v4_bf16", "amx")
+        ('0.1.0', True)
     """
     from pymoe import __version__
 

@@ -366,7 +366,7 @@ def check_order(places: list[int], rows: int, operator: str = "grouped_linear") 
 
     Args:
         places: the values of ``order`` that are used.
-        rows: S.
+        rows: S, the number of rows.
         operator: the name that the error mentions.
     """
     seen = set()

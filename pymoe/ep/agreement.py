@@ -199,7 +199,7 @@ def call_signature(
         rows_TH: (T, H), the tokens as they will travel.
         weights_TK: (T, K), the weights of the gate.
         experts: the parameters of this rank's experts, and their names.
-        top_k: K.
+        top_k: K, the number of choices.
         capacity_factor: the layer's capacity factor, or None. It is compared as a float32.
         options: all other options on which rows and gradients depend, as alternating names and values.
     """
@@ -244,7 +244,7 @@ class CountExchange:
         sharding: the layer's sharding.
         signature: the signature of the call; None if this rank cannot make the call and tells the others why.
         counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
-        tokens: T.
+        tokens: T, the number of tokens.
         error: the reason why this rank cannot continue.
     """
 

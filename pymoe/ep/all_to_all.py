@@ -57,7 +57,7 @@ class RowPlan:
     Args:
         sharding: the layer's sharding.
         exchanged: the counts of all ranks.
-        top_k: K.
+        top_k: K, the number of choices.
         capacity_factor: the layer's capacity factor, or None.
 
     Raises:

@@ -74,7 +74,7 @@ def _hosts_and_quotas(
     Args:
         rows: (E,), the rows of each expert.
         owners: (E,), the rank that holds each expert.
-        ranks: R.
+        ranks: R, the number of ranks.
         clones: as for :func:`plan_clones`.
         min_rows_to_clone: as for :func:`plan_clones`.
     """

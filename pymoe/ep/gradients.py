@@ -69,6 +69,17 @@ def data_parallel(
         ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
             or an argument is out of range.
         GroupError: ranks that should have the same experts have different ones, or different placements of them.
+
+    Example:
+        >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+        >>> init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # torchrun sets all but "gloo"
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        >>> model = pymoe.ep.shard(torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2)), mesh)
+        >>> parallel = pymoe.ep.data_parallel(model, mesh)
+        >>> parallel(torch.randn(5, 16)).sum().backward()
+        >>> model[0].router.weight.grad.shape  # the mean over all ranks
+        torch.Size([4, 16])
+        >>> destroy_process_group()
     """
     checks.choice("data_parallel", "kind", kind, ("ddp", "fsdp"))
     experts = _experts_of(model, mesh)
@@ -120,6 +131,13 @@ def clip_grad_norm_(
         TypeError: ``parameters`` are not tensors, or ``max_norm`` or ``norm_type`` is not a number.
         ValueError: ``max_norm`` is negative, or ``norm_type`` is not above 0.
         RuntimeError: with ``error_if_nonfinite``, the norm is not finite.
+
+    Example:
+        >>> moe = pymoe.nn.MoE(16, 32, num_experts=4, top_k=2)
+        >>> moe(torch.randn(8, 16)).sum().backward()
+        >>> norm = pymoe.ep.clip_grad_norm_(moe.parameters(), 1.0)  # the same call after shard
+        >>> torch.nn.utils.get_total_norm([p.grad for p in moe.parameters()]) <= 1.001
+        tensor(True)
     """
     parameters = _tensors(parameters)
     _number("max_norm", max_norm, "at least 0", lambda value: value >= 0)

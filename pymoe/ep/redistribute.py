@@ -84,6 +84,19 @@ def redistribute(
             shares parameters with one of its layers; a placement does not fit a layer, or has replicas; ``optimizer``
             has state that is not stacked as the parameters are, or has been left out before.
         GroupError: ranks give unequal arguments, or one of them cannot continue.
+
+    Example:
+        >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+        >>> from pymoe.ep.placement import place
+        >>> init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # torchrun sets all but "gloo"
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
+        >>> model = pymoe.ep.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        >>> output = model(torch.randn(5, 16))
+        >>> load = torch.tensor(model[0].last_loads).sum(dim=0)  # tokens of each expert, over all ranks
+        >>> model = pymoe.ep.redistribute(model, place(load, 1))  # for one rank; give it the optimizer, too
+        >>> sorted(model[0].sharding.own_experts)
+        [0, 1, 2, 3]
+        >>> destroy_process_group()
     """
     layers = _layers_of(model)
     moves: list[_StackedTensor] = []

@@ -129,6 +129,16 @@ def shard(
             that are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
+
+    Example:
+        >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+        >>> init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # torchrun sets all but "gloo"
+        >>> model, x = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2)), torch.randn(5, 16)
+        >>> alone = model(x)
+        >>> model = pymoe.ep.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        >>> list(model[0].sharding.own_experts), torch.allclose(model(x), alone, atol=1e-6)
+        ([0, 1, 2, 3], True)
+        >>> destroy_process_group()
     """
     mesh = _mesh_of(mesh, model)
     problem: Exception | None = None

@@ -46,7 +46,7 @@ def shard_ranges(num_experts: int, ranks: int) -> list[range]:
     Six experts on four ranks are divided into 2, 2, 2 and 0.
 
     Args:
-        num_experts: E.
+        num_experts: E, the number of experts.
         ranks: R, at least 1.
     """
     each = -(-num_experts // ranks)

@@ -105,6 +105,15 @@ class MixtureOfExpertBackends(nn.Module):
         TypeError, ValueError: arguments that do not fit the schema, logits of another shape, or non-finite values with
             ``detect_anomalies``.
         TooFewAnswersError: see ``on_too_few``.
+
+    Example:
+        >>> schema = [pymoe.BatchTensorProto(8)]
+        >>> backends = [pymoe.ExpertBackend(name, torch.nn.Linear(8, 8), None, args_schema=schema) for name in "abc"]
+        >>> mixture = pymoe.MixtureOfExpertBackends(backends, top_k=2, forward_timeout=10)
+        >>> with pymoe.Runtime(backends):
+        ...     output = mixture(torch.randn(5, 8))
+        >>> output.shape, sum(one.forward.answered for one in mixture.stats().values()) >= 2
+        (torch.Size([5, 8]), True)
     """
 
     @explain_arguments(

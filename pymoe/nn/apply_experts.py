@@ -82,6 +82,12 @@ def apply_experts(
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or ``capacity`` does not fit.
         IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: it is negative).
+
+    Example:
+        >>> x, w_in, w_out = torch.randn(5, 16), torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+        >>> weights, experts = torch.randn(5, 4).softmax(dim=1).topk(2)  # a router of your own
+        >>> pymoe.nn.apply_experts(x, experts, weights, w_in, w_out, activation="swiglu").shape
+        torch.Size([5, 16])
     """
     if isinstance(w_in, tuple) or isinstance(w_out, tuple):
         x, b_in, b_out = cast_operands(x, b_in, b_out)  # type: ignore[assignment]
@@ -374,7 +380,7 @@ def apply_networks(
         x: (T, H).
         experts: (T, K), as :func:`pymoe.ops.build_routing` takes them, with ``capacity`` and ``foreign_experts``.
         weights: (T, K).
-        num_experts: E.
+        num_experts: E, the number of experts.
         networks: all E networks.
         capacity: the most slots that an expert takes, or None.
         foreign_experts: allow values of E and above, which add nothing.

@@ -16,7 +16,7 @@ class ExpertBias(nn.Module):
     """What :func:`pymoe.nn.update_expert_biases` needs of a router of another library: attached as a submodule.
 
     Args:
-        num_experts: E.
+        num_experts: E, the number of experts.
         bias_update_rate: the step by which an update moves an expert's bias.
         kept_by: a module and the name of its bias, of E elements; None makes a bias of zeros, ``bias``, in the state
             dict.

@@ -19,7 +19,7 @@ class CountedLoad(LocalTensors):
     """The load of the last forward of experts that are not those of a :class:`pymoe.nn.MoE`.
 
     Args:
-        num_experts: E.
+        num_experts: E, the number of experts.
         device: of the counts.
     """
 
@@ -44,7 +44,7 @@ def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
 
     Args:
         experts_TK: (T, K) integers.
-        num_experts: E.
+        num_experts: E, the number of experts.
     """
     flat = experts_TK.reshape(-1).clamp(max=num_experts)
     load = flat.new_zeros(num_experts + 1, dtype=torch.int32)
@@ -70,6 +70,12 @@ def expert_load(model: nn.Module) -> dict[str, Tensor]:
         ValueError: the model has neither.
         RuntimeError: no forward of counted experts was seen: there was none, or it ran code that had been compiled
             before the counting began.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
+        >>> output = model(torch.randn(10, 16))
+        >>> {name: load.sum().item() for name, load in pymoe.nn.expert_load(model).items()}
+        {'0': 20}
     """
     check_model("expert_load", model)
     loads = {}

@@ -90,9 +90,9 @@ class Experts(_FeedForward):
     expert, and each expert is initialised as two ``nn.Linear`` would be.
 
     Args:
-        hidden_size: H.
-        ffn_size: F.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        ffn_size: F, the size of a row between the two products.
+        num_experts: E, the number of experts.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -108,6 +108,14 @@ class Experts(_FeedForward):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
+
+    Example:
+        >>> experts = pymoe.nn.Experts(hidden_size=16, ffn_size=32, num_experts=4)
+        >>> experts.w_in.shape, experts.w_out.shape  # (E, 2F, H), with the gate's rows first, and (E, H, F)
+        (torch.Size([4, 64, 16]), torch.Size([4, 16, 32]))
+        >>> offsets = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)  # expert 0 gets rows 0 and 1, expert 2 row 2
+        >>> experts(torch.randn(5, 16), offsets).shape
+        torch.Size([5, 16])
     """
 
     @explain_arguments(**OTHER_NAMES)
@@ -155,7 +163,7 @@ class SharedExperts(_FeedForward):
     product are computed in float32, or float64.
 
     Args:
-        hidden_size: H.
+        hidden_size: H, the size of a row.
         ffn_size: F, the size of all shared experts together.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
@@ -175,6 +183,11 @@ class SharedExperts(_FeedForward):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range.
+
+    Example:
+        >>> shared = pymoe.nn.SharedExperts(hidden_size=16, ffn_size=32)
+        >>> shared(torch.randn(5, 16)).shape
+        torch.Size([5, 16])
     """
 
     @explain_arguments(**OTHER_NAMES)

@@ -189,6 +189,14 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     Args:
         model: any module that holds :class:`pymoe.nn.MoE` layers.
         scale: a number, or a scalar tensor on the layers' device.
+
+    Example:
+        >>> moe = pymoe.nn.MoE(16, 32, num_experts=4, top_k=2, aux_loss_coef=0.01)
+        >>> pymoe.nn.set_aux_loss_scale(moe, 1 / 4)  # gradients of 4 micro-batches are accumulated
+        >>> for _ in range(4):
+        ...     (moe(torch.randn(8, 16)).square().mean() / 4).backward()
+        >>> moe.router.weight.grad.shape
+        torch.Size([4, 16])
     """
     check_model("set_aux_loss_scale", model)
     if not isinstance(scale, Tensor):

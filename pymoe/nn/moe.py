@@ -113,9 +113,9 @@ class MoE(nn.Module):
     the function that a compiled ``vjp`` returned.
 
     Args:
-        hidden_size: H.
+        hidden_size: H, the size of a row.
         ffn_size: F, of one expert.
-        num_experts: E.
+        num_experts: E, the number of experts.
         top_k: K, experts per token, in 1..E. It is an attribute of the router, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
@@ -150,6 +150,14 @@ class MoE(nn.Module):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range, or arguments do not fit each other, or torch cannot use the device.
+
+    Example:
+        >>> moe = pymoe.nn.MoE(hidden_size=64, ffn_size=128, num_experts=8, top_k=2)
+        >>> x = torch.randn(4, 10, 64)
+        >>> moe(x).shape
+        torch.Size([4, 10, 64])
+        >>> moe.stats.load.sum()  # 40 tokens, with 2 choices each
+        tensor(80)
     """
 
     shared: SharedExperts | None

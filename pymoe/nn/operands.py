@@ -33,7 +33,7 @@ def as_rows(x: Tensor, hidden_size: int) -> Tensor:
 
     Args:
         x: (..., H).
-        hidden_size: H.
+        hidden_size: H, the size of a row.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
     return rows if rows.stride() == (hidden_size, 1) else rows.clone(memory_format=torch.contiguous_format)

@@ -47,6 +47,16 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
         TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
         ValueError: no quantised experts of ``model`` are mapped from files.
         OSError: the system has no ``/proc/self/maps``, which says what is mapped.
+
+    Example:
+        >>> import tempfile
+        >>> layer = pymoe.nn.MoE(64, 128, num_experts=4, top_k=2).eval()
+        >>> done = pymoe.nn.quantize_experts(layer, bits=8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pymoe.nn.save_quantized(layer, f"{folder}/layer.pt")
+        ...     mapped = pymoe.nn.load_quantized(f"{folder}/layer.pt")
+        ...     pymoe.nn.prefetch_experts(mapped) > 0
+        True
     """
     check_model("prefetch_experts", model)
     checks.flag("prefetch_experts", "enabled", enabled)

@@ -39,8 +39,8 @@ class QuantizedDenseLinear(QuantizedLinear):
     it, and not its weights. A new layer computes zeros until it gets its weights.
 
     Args:
-        in_features: H.
-        out_features: N.
+        in_features: H, the number of inputs.
+        out_features: N, the number of outputs.
         bias: add ``bias``.
         bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
@@ -323,6 +323,12 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
         ValueError: ``bits`` is neither 8 nor 4; there are no such layers; or one of them is in training mode and
             requires gradients, has hooks, a ``forward`` of its own or a parametrization, is wrapped by an adapter of
             PEFT or by ``torch.compile``, is offloaded or spread over ranks, or has a weight that is not finite.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).eval()
+        >>> done = pymoe.nn.quantize_linears(model, bits=8, select=lambda path, layer: path != "2")
+        >>> [type(layer).__name__ for layer in model]
+        ['QuantizedDenseLinear', 'ReLU', 'Linear']
     """
     place = "quantize_linears"
     check_model(place, model)

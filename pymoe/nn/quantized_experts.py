@@ -41,9 +41,9 @@ class QuantizedLinear(nn.Module):
     dict.
 
     Args:
-        input_features: H.
-        output_features: N.
-        num_experts: E.
+        input_features: H, the number of inputs.
+        output_features: N, the number of outputs.
+        num_experts: E, the number of experts.
         bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``, as for
             :func:`pymoe.ops.quantize_weight` and :func:`pymoe.ops.pack_weight`.
@@ -202,9 +202,9 @@ class QuantizedExperts(nn.Module):
     :class:`Experts`. It has no parameters: gradients reach its rows, and so what comes before it, and not its weights.
 
     Args:
-        hidden_size: H.
-        ffn_size: F.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        ffn_size: F, the size of a row between the two products.
+        num_experts: E, the number of experts.
         bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
@@ -397,6 +397,11 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
             offloaded or spread over ranks; a weight is not finite; or the experts of a model of transformers are
             outside of its interface, as those of Llama 4.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(64, 128, num_experts=4, top_k=2)).eval()
+        >>> pymoe.nn.quantize_experts(model, bits=4)
+        Quantized(layers=1, bytes_before=393216, bytes_after=70912, kept=())
     """
     check_model("quantize_experts", model)
     check_format("quantize_experts", bits, format)

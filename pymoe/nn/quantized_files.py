@@ -45,6 +45,15 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
         TypeError: ``layer`` is not a :class:`MoE`, or its class is derived from it.
         ValueError: its experts are not quantised, their weights have different formats, or the layer has something that
             a file cannot hold: other parts, hooks, a ``forward`` of its own.
+
+    Example:
+        >>> import os, tempfile
+        >>> layer = pymoe.nn.MoE(64, 128, num_experts=4, top_k=2).eval()
+        >>> done = pymoe.nn.quantize_experts(layer, bits=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pymoe.nn.save_quantized(layer, f"{folder}/layer.pt")
+        ...     os.listdir(folder)
+        ['layer.pt']
     """
     if type(layer) is not MoE:
         raise TypeError(f"save_quantized: layer must be a MoE, got {type(layer).__name__}")
@@ -86,6 +95,15 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
         OSError: there is no such file.
         ValueError: the file is of another kind or version, holds weights of an unknown format, is cut short, or its
             tensors do not match its options. Files of version 1 are refused only if they hold integers of 4 bits.
+
+    Example:
+        >>> import tempfile
+        >>> layer = pymoe.nn.MoE(64, 128, num_experts=4, top_k=2).eval()
+        >>> done = pymoe.nn.quantize_experts(layer, bits=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pymoe.nn.save_quantized(layer, f"{folder}/layer.pt")
+        ...     pymoe.nn.load_quantized(f"{folder}/layer.pt").experts.w_in.bits
+        4
     """
     safetensors = _safetensors()
     try:

@@ -103,6 +103,15 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
         ValueError: the model has no such layers, or some whose choice cannot be seen.
         RuntimeError: at the end of the block: it saw no forward, or one that called no layer, as of code that was
             compiled before; within it: code is compiled, or a layer runs twice in a forward or outside of any.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
+        >>> x = torch.randn(6, 16)
+        >>> with pymoe.nn.record_routing(model) as routes:
+        ...     recorded = model(x)
+        >>> with pymoe.nn.replay_routing(model, routes):
+        ...     torch.equal(model(x), recorded)
+        True
     """
     check_model("record_routing", model)
     layers = choosing_layers("record_routing", model)
@@ -153,6 +162,17 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
             cannot be had, for example because it has left out groups of experts before.
         RuntimeError: the block has more than one forward, or none; a layer ran twice, or not at all; code is compiled;
             or a layer's activations are recomputed in the backward pass, and this is not in the block.
+
+    Example:
+        >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
+        >>> x = torch.randn(6, 16)
+        >>> with pymoe.nn.record_routing(model) as routes:
+        ...     before = model(x)
+        >>> load, weight = model[0].stats.load, torch.nn.init.zeros_(model[0].router.weight)  # another router
+        >>> with pymoe.nn.replay_routing(model, routes):
+        ...     after = model(x)
+        >>> torch.equal(model[0].stats.load, load)  # the same choice
+        True
     """
     check_model("replay_routing", model)
     if not isinstance(routes, Routes):

@@ -55,8 +55,8 @@ class Router(nn.Module):
     transform of :mod:`torch.func`.
 
     Args:
-        hidden_size: H.
-        num_experts: E.
+        hidden_size: H, the size of a row.
+        num_experts: E, the number of experts.
         top_k: K, in 1..E.
         score: ``"softmax"`` or ``"sigmoid"``.
         renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
@@ -82,6 +82,12 @@ class Router(nn.Module):
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: an argument is out of range, or arguments do not fit each other.
+
+    Example:
+        >>> router = pymoe.nn.Router(hidden_size=16, num_experts=8, top_k=2)
+        >>> gate, losses = router(torch.randn(5, 16))
+        >>> gate.experts.shape, torch.allclose(gate.weights.sum(dim=1), torch.ones(5))
+        (torch.Size([5, 2]), True)
     """
 
     bias: nn.Parameter | None
@@ -365,6 +371,13 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
             transformers after :func:`pymoe.integrations.transformers.add_expert_biases`. Layers without an
             ``expert_bias`` are skipped; if no layer has one, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.
+
+    Example:
+        >>> moe = pymoe.nn.MoE(16, 32, num_experts=4, top_k=2, bias_update_rate=0.001)
+        >>> moe(torch.randn(64, 16)).sum().backward()  # counts the tokens of each expert
+        >>> pymoe.nn.update_expert_biases(moe)  # after optimizer.step()
+        >>> moe.router.expert_bias.abs().max()
+        tensor(0.0010)
     """
     check_model("update_expert_biases", model)
     all_routers = [module for module in model.modules() if isinstance(module, (Router, ExpertBias))]

@@ -215,7 +215,7 @@ def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLa
 
     Args:
         bounds: (E + 1,) int32: from 0, non-decreasing, at most ``rows``.
-        rows: S.
+        rows: S, the number of rows.
         alignment: the multiple at which every expert's rows begin.
     """
     experts = bounds.shape[0] - 1

@@ -85,6 +85,11 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     Raises:
         TypeError: ``func`` is not callable.
         RuntimeError: the interpreter is exiting, or this is called inside ``torch.utils.checkpoint``.
+
+    Example:
+        >>> future = pymoe.run_in_background(torch.mul, torch.ones(3), 2)
+        >>> future.result()
+        tensor([2., 2., 2.])
     """
     if not callable(func):
         raise TypeError(f"run_in_background: func must be callable, got {type(func).__name__}")

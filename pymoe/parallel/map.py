@@ -95,6 +95,13 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
         TypeError: ``func`` is not callable, or the arguments of a call are not a tuple or list.
         RuntimeError: a tensor is modified in place by more than one call, or by a call whose other arguments share its
             memory.
+
+    Example:
+        >>> inputs = [torch.tensor([float(i)], requires_grad=True) for i in range(3)]
+        >>> outputs = pymoe.map_with_parallel_backward(torch.square, *[(x,) for x in inputs])
+        >>> sum(y for (y,) in outputs).backward()
+        >>> [x.grad.item() for x in inputs]
+        [0.0, 2.0, 4.0]
     """
     function = as_function(func)
     for number, args in enumerate(args_per_call):

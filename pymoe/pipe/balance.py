@@ -63,6 +63,12 @@ def balance_by_time(
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or ``partitions`` is not an integer.
         ValueError: there are more stages than layers, or no stage; ``timeout`` is negative.
+
+    Example:
+        >>> layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        >>> balance = pymoe.pipe.balance.balance_by_time(2, torch.nn.Sequential(*layers), torch.ones(4, 8))
+        >>> len(balance), sum(balance)
+        (2, 4)
     """
     _check(partitions, module)
     times = profile_times(module, sample, timeout=timeout, device=device)

@@ -39,13 +39,6 @@ CHECKPOINT = get_args(CheckpointMode)
 class Pipe(Inspection):
     """A sequential model, cut into stages that work at the same time, each on a different micro-batch.
 
-    ::
-
-        model = nn.Sequential(*layers)
-        pipe = Pipe(model, chunks=8, balance=[3, 4])
-        losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)    # forward and backward in the pipeline
-        optimizer.step()
-
     The pipe uses the model's own parameters, so optimizers, ``state_dict`` keys and hooks need no change. Layers of the
     model may be replaced later, at any depth: the pipe runs the new ones. Gradients are those of ``loss_fn(model(x),
     y).backward()``, with two exceptions: layers that use a batch as a whole (a batch norm gets single micro-batches),
@@ -89,6 +82,14 @@ class Pipe(Inspection):
     Warns:
         UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first
             such step).
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        >>> pipe = pymoe.Pipe(model, chunks=4, balance=[2, 1])
+        >>> x, y = torch.randn(16, 8), torch.randn(16, 8)
+        >>> losses = pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss)  # forward and backward
+        >>> len(losses), model[0].weight.grad.shape
+        (4, torch.Size([32, 8]))
     """
 
     @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks", partitions="balance")
@@ -410,11 +411,6 @@ def pipeline(
 ) -> Pipe:
     """Capture a model and cut it into stages; return a :class:`pymoe.Pipe` that computes what the model computes.
 
-    ::
-
-        pipe = pipeline(model, (x[:2],), split_spec={"layers.4": SplitPoint.BEGINNING}, chunks=8)
-        losses = pipe.step(x, target=y, loss_fn=nn.functional.cross_entropy)
-
     The model is cut where its code calls :func:`pymoe.pipe_split` (or the function of that name in
     ``torch.distributed.pipelining``), and where ``split_spec`` or ``split_policy`` say. Without a boundary there is one
     stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model stays as it is, and
@@ -481,6 +477,14 @@ def pipeline(
         UserWarning: ``split_spec`` or ``split_policy`` leave one stage; what :func:`pymoe.pipe.annotate_split_points`
             has returned for the model was dropped; a module is called in one piece because it changes its attributes;
             the model is captured again and again.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        >>> split = {"layers.2": pymoe.SplitPoint.BEGINNING}
+        >>> pipe = pymoe.pipeline(model, (torch.randn(2, 5, 16),), split_spec=split, chunks=4)
+        >>> pipe(torch.randn(8, 5, 16)).shape, pipe.num_stages
+        (torch.Size([8, 5, 16]), 2)
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline: split_spec or split_policy, not both")

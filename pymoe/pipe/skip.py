@@ -324,6 +324,20 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
             that was not used or was used twice. The ``yield`` raises, so a forward may catch the error and continue.
         TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
+
+    Example:
+        >>> from pymoe.pipe.skip import pop, skippable, stash
+        >>> @skippable(stash=["x"])
+        ... class Keep(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         yield stash("x", x)
+        ...         return x * 2
+        >>> @skippable(pop=["x"])
+        ... class Add(torch.nn.Module):
+        ...     def forward(self, y):
+        ...         return y + (yield pop("x"))
+        >>> pymoe.Pipe(torch.nn.Sequential(Keep(), Add()))(torch.ones(1))
+        tensor([3.])
     """
     stashable, poppable = _names("skippable", "stash", stash), _names("skippable", "pop", pop)
     if both := stashable & poppable:

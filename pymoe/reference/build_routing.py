@@ -34,6 +34,12 @@ def build_routing(
         TypeError: ``experts`` is not a tensor of int32 or int64, or ``num_experts`` or ``capacity`` not an int.
         ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
         IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: is negative).
+
+    Example:
+        >>> experts = torch.tensor([[2, 0], [0, 1]], dtype=torch.int32)  # 2 tokens, 2 choices each, of 3 experts
+        >>> routing = pymoe.ops.build_routing(experts, 3)
+        >>> routing.token, routing.offsets  # rows 0 and 1 belong to expert 0
+        (tensor([0, 1, 1, 0], dtype=torch.int32), tensor([0, 2, 3, 4], dtype=torch.int32))
     """
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)

@@ -44,6 +44,14 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
         ValueError: a rank, size or device does not fit; or there is a bias, and ``routing.offsets`` does not start at 0
             or decreases.
         IndexError: a slot lies outside [-1, S); or there is a bias, and ``routing.offsets`` ends past S.
+
+    Example:
+        >>> x, experts = torch.tensor([[1.0], [10.0]]), torch.tensor([[2, 0], [0, 1]], dtype=torch.int32)
+        >>> routing = pymoe.ops.build_routing(experts, 3)
+        >>> rows = pymoe.ops.dispatch(x, routing)  # experts that change nothing
+        >>> pymoe.ops.combine(rows, routing, weights=torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
+        tensor([[ 1.],
+                [10.]])
     """
     check_combine(y, routing, weights, bias)
     slot, _, offsets = routing

@@ -34,6 +34,11 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
         ValueError: a rank, size or device does not fit; ``out`` is not contiguous, overlaps ``x``, or a gradient
             would be lost in it.
         IndexError: a slot lies outside [-1, S).
+
+    Example:
+        >>> x, experts = torch.tensor([[1.0], [10.0]]), torch.tensor([[2, 0], [0, 1]], dtype=torch.int32)
+        >>> pymoe.ops.dispatch(x, pymoe.ops.build_routing(experts, 3)).flatten()  # experts 0, 0, 1, 2
+        tensor([ 1., 10., 10.,  1.])
     """
     check_dispatch(x, routing)
     slot, token, _ = routing

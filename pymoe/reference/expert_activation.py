@@ -87,6 +87,12 @@ def expert_activation(
         ValueError: ``kind`` is unknown, one of its numbers is out of range, a shape or device does not fit, one of
             ``bias`` and ``offsets`` is missing, or ``offsets`` does not start at 0 or decreases.
         IndexError: ``offsets`` ends past S.
+
+    Example:
+        >>> gate, up = torch.randn(5, 32), torch.randn(5, 32)
+        >>> result = pymoe.ops.expert_activation(torch.cat([gate, up], dim=1), "swiglu")
+        >>> torch.allclose(result, torch.nn.functional.silu(gate) * up, atol=1e-6)
+        True
     """
     check_expert_activation(h, kind, bias, offsets)
     wide = h.to(torch.promote_types(h.dtype, torch.float32))

@@ -90,6 +90,11 @@ def gate_topk(
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
+
+    Example:
+        >>> gate = pymoe.ops.gate_topk(torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 3.0]]), k=2)
+        >>> gate.experts.tolist(), gate.load.tolist()
+        ([[1, 2], [0, 2]], [1, 1, 2])
     """
     check_gate_topk(logits, k, score, renormalize, bias, num_groups, topk_groups, scale)
     values = logits.to(accumulate_dtype(logits.dtype))

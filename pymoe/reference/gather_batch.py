@@ -24,6 +24,10 @@ def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     Raises:
         TypeError: not a sequence of tensors, or dtypes differ; the message names the tensor.
         ValueError: no tensors, a tensor without dimensions, trailing shapes or devices differ.
+
+    Example:
+        >>> pymoe.ops.gather_batch([torch.zeros(2, 8), torch.ones(3, 8)])[1]
+        (2, 3)
     """
     check_gather_batch(tensors)
     return torch.cat([tensor.contiguous() for tensor in tensors]), tuple(tensor.shape[0] for tensor in tensors)
@@ -42,6 +46,10 @@ def split_batch(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     Raises:
         TypeError: ``batch`` is not a tensor, or ``sizes`` not a sequence of ints.
         ValueError: a size is negative, or they do not sum to N.
+
+    Example:
+        >>> [part.tolist() for part in pymoe.ops.split_batch(torch.arange(5), (2, 3))]
+        [[0, 1], [2, 3, 4]]
     """
     check_split_batch(batch, sizes)
     return torch.split(batch, list(sizes)) if len(sizes) else ()

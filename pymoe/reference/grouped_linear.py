@@ -45,6 +45,13 @@ def grouped_linear(
         ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``order``
             names a row twice.
         IndexError: ``offsets`` ends past S, or ``order`` names a row that does not exist.
+
+    Example:
+        >>> x, weight = torch.randn(5, 16), torch.randn(3, 8, 16)
+        >>> offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)  # rows 0 and 1 go to expert 0, 2 to 4 to expert 2
+        >>> y = pymoe.ops.grouped_linear(x, weight, offsets)
+        >>> torch.allclose(y[2:], x[2:] @ weight[2].T, atol=1e-5)
+        True
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     check_grouped_linear(x, weight, offsets, bias, order=order)

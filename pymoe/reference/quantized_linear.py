@@ -74,6 +74,12 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
         NotImplementedError: the gradient of ``x`` is differentiated again, or ``x`` or ``bias`` has a tangent of
             forward-mode differentiation. A graph of ``torch.compile``, which cannot see tangents, refuses every call
             inside forward mode.
+
+    Example:
+        >>> x, weight = torch.randn(5, 128), torch.randn(2, 64, 128)
+        >>> offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> pymoe.ops.quantized_linear(x, pymoe.ops.quantize_weight(weight, bits=8), offsets).shape
+        torch.Size([5, 64])
     """
     x, bias = cast_operands(x, bias)  # type: ignore[assignment]
     check_quantized_linear(x, weight, offsets, bias)

@@ -145,6 +145,12 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
         TypeError: ``weight`` is not a floating tensor, ``bits`` not an int, or ``format`` not a str.
         ValueError: the rank does not fit, ``bits`` and ``format`` are not as above, or a weight is NaN, infinite or
             too large.
+
+    Example:
+        >>> weight = torch.randn(4, 64, 128)  # E linear layers, (E, N, H)
+        >>> packed = pymoe.ops.quantize_weight(weight, bits=4)
+        >>> weight.nbytes, packed.packed.nbytes
+        (131072, 20736)
     """
     check_quantize_weight(weight, bits, format)
     weight = weight.detach()
@@ -194,6 +200,13 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     Raises:
         TypeError: an argument is not a tensor, its dtype is not as above, or ``bits`` is not an int.
         ValueError: a rank, size or device does not fit, ``bits`` is not as above, or a code has more bits.
+
+    Example:
+        >>> codes = torch.randint(0, 256, (4, 64, 32), dtype=torch.uint8)
+        >>> scales, offsets = torch.rand(4, 64, 1), torch.randn(4, 64, 1)  # of each output and 32 inputs
+        >>> weight = pymoe.ops.pack_weight(codes, scales, offsets, bits=8)
+        >>> weight.format, torch.equal(pymoe.ops.unpack_weight(weight)[0], codes)
+        ('affine', True)
     """
     check_pack_weight(codes, scales, offsets, bits)
     if offsets is not None:
@@ -251,6 +264,11 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
         ValueError: its parts do not fit each other, or it is in a format that :func:`pack_weight` does not make.
+
+    Example:
+        >>> codes, scales = torch.zeros(4, 64, 32, dtype=torch.int8), torch.ones(4, 64, 2)
+        >>> [part.shape for part in pymoe.ops.unpack_weight(pymoe.ops.pack_weight(codes, scales))]
+        [torch.Size([4, 64, 32]), torch.Size([4, 64, 2])]
     """
     check_quantized("unpack_weight", "weight", weight)
     weight = QuantizedWeight(*weight)
@@ -282,6 +300,12 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
         ValueError: its parts do not fit each other.
+
+    Example:
+        >>> weight = torch.randn(4, 64, 32)
+        >>> restored = pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, bits=8))
+        >>> restored.shape, (restored - weight).abs().max() < 0.05
+        (torch.Size([4, 64, 32]), tensor(True))
     """
     check_quantized("dequantize_weight", "weight", weight)
     weight = QuantizedWeight(*weight)

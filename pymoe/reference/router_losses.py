@@ -46,6 +46,11 @@ def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax
     Raises:
         TypeError: a dtype is not as above.
         ValueError: a rank, size, device or name does not fit.
+
+    Example:
+        >>> logits, load = torch.zeros(6, 3), torch.tensor([4, 4, 4], dtype=torch.int32)  # 6 tokens, 2 choices each
+        >>> pymoe.ops.load_balancing_loss(logits, load)  # 1 is perfect balance
+        tensor(1.)
     """
     check_router_losses("load_balancing_loss", logits, load, score)
     return _load_balancing(logits.to(accumulate_dtype(logits.dtype)), load, score)
@@ -63,6 +68,10 @@ def router_z_loss(logits: Tensor) -> Tensor:
     Raises:
         TypeError: the dtype is not floating.
         ValueError: the rank is not 2, or E = 0.
+
+    Example:
+        >>> pymoe.ops.router_z_loss(torch.zeros(6, 4))  # the mean square of log(4)
+        tensor(1.9218)
     """
     check_logits("router_z_loss", logits)
     return _z(logits.to(accumulate_dtype(logits.dtype)))

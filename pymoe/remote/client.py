@@ -199,6 +199,14 @@ def connect(
         TimeoutError: it does not answer.
         TypeError: ``timeout`` or ``wait`` is not a number.
         ValueError: an invalid address, time or encoding, or a token that would be sent without encryption.
+
+    Example:
+        >>> import pymoe.remote
+        >>> expert = pymoe.ExpertBackend("expert", torch.nn.Linear(8, 8), None, args_schema=[pymoe.BatchTensorProto(8)])
+        >>> with pymoe.remote.ExpertServer(expert) as server, pymoe.remote.connect(server.address) as there:
+        ...     (backend,) = there.backends("expert")
+        ...     print(pymoe.runtime.ExpertClient(backend)(torch.randn(3, 8)).shape)
+        torch.Size([3, 8])
     """
     check_seconds("connect: timeout", timeout, positive=True, finite=True)
     check_seconds("connect: wait", wait)

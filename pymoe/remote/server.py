@@ -105,6 +105,14 @@ class ExpertServer:
             ``checkpoints``, a state that cannot be saved: it may hold dense tensors of the dtypes that safetensors has,
             numbers, text and None, in lists, tuples and dicts. Or a time is not a number.
         OSError: the folder ``checkpoints`` is not writable, or another server has an expert of the same name there.
+
+    Example:
+        >>> import pymoe.remote
+        >>> expert = pymoe.ExpertBackend("expert", torch.nn.Linear(8, 8), None, args_schema=[pymoe.BatchTensorProto(8)])
+        >>> with pymoe.remote.ExpertServer(expert, "127.0.0.1:0") as server:  # port 0: any free one
+        ...     with pymoe.remote.connect(server.address) as there:
+        ...         print(list(there.info().experts))
+        ['expert']
     """
 
     @explain_arguments(host=PORT, port=PORT, listen_on="address", num_workers="workers", checkpoint_dir="checkpoints")

@@ -97,6 +97,15 @@ class ExpertBackend(nn.Module):
         ValueError: no tensor in the schemas, an invalid option value, or an optimizer with none of the parameters.
         TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
             ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
+
+    Example:
+        >>> expert = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.SGD(expert.parameters(), lr=0.1)
+        >>> backend = pymoe.ExpertBackend("expert", expert, optimizer, args_schema=[pymoe.BatchTensorProto(8)])
+        >>> with pymoe.Runtime([backend]):
+        ...     (output,) = backend.forward_pool.submit_task(torch.ones(2, 8)).result()
+        >>> torch.equal(output, expert(torch.ones(2, 8)))
+        True
     """
 
     _clears_itself = False  # true while a backward pass of this class makes an update: it clears gradients at the end

@@ -33,6 +33,11 @@ class BatchTensorProto:
         TypeError: a size that is not an integer, or an argument that is not a dtype, device or layout.
 
     Two prototypes are equal if all of these are equal; they are hashable, can be pickled, and never change.
+
+    Example:
+        >>> proto = pymoe.BatchTensorProto(8, dtype=torch.float32)  # any number of rows with 8 numbers each
+        >>> proto.matches(torch.zeros(3, 8)), proto.matches(torch.zeros(3, 9))
+        (True, False)
     """
 
     size: torch.Size

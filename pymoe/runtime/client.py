@@ -58,6 +58,15 @@ class ExpertClient(nn.Module):
             schema's constant.
         TimeoutError: not answered in time. The request is cancelled; if it has begun, it ends without its client.
         Exception: any exception of the expert.
+
+    Example:
+        >>> expert = torch.nn.Linear(8, 8)
+        >>> backend = pymoe.ExpertBackend("expert", expert, None, args_schema=[pymoe.BatchTensorProto(8)])
+        >>> x = torch.randn(3, 8, requires_grad=True)
+        >>> with pymoe.Runtime([backend]):
+        ...     pymoe.runtime.ExpertClient(backend)(x).sum().backward()
+        >>> torch.allclose(x.grad[0], expert.weight.sum(dim=0))
+        True
     """
 
     def __init__(self, backend: Backend, *, timeout: float | None = None) -> None:

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 class Runtime:
     """Threads that run the batches of pools, oldest request of all pools first.
 
-    ::
-
-        with Runtime([pool]):
-            pool.submit_task(x).result()
-
     Pools accept requests before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts
     with them. Backends and pools may be added and removed meanwhile (:meth:`add`, :meth:`remove`). A runtime that is
     dropped without a shutdown cancels queued requests and lets running batches end, as it does at interpreter exit.
@@ -55,6 +50,13 @@ class Runtime:
     Raises:
         ValueError: no pool, fewer than one worker, or a stats_interval that is not a positive number.
         TypeError: something is neither a pool nor a backend with pools, or ``device`` is given.
+
+    Example:
+        >>> pool = pymoe.TaskPool(lambda x: x.square(), name="square")
+        >>> with pymoe.Runtime([pool], num_workers=1) as runtime:
+        ...     tasks = [pool.submit_task(torch.full((1,), float(i))) for i in range(3)]  # from any thread
+        ...     print([task.result()[0].item() for task in tasks])
+        [0.0, 1.0, 4.0]
     """
 
     @explain_arguments(threads="num_workers")

@@ -94,6 +94,14 @@ class TaskPool(_runtime.TaskPool):
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
         TypeError: ``process_func`` cannot be called, or there is no name, or an option that does not exist.
+
+    Example:
+        >>> pool = pymoe.TaskPool(lambda x: x + 1, name="increment", max_batch_size=64)
+        >>> with pymoe.Runtime([pool]):
+        ...     result = pool.submit_task(torch.zeros(2, 3)).result()  # or: await pool.submit_task(...)
+        >>> result
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
     """
 
     def __init__(

@@ -71,6 +71,14 @@ def test_no_page_names_the_host_of_a_package_index(page: Path) -> None:
     assert not INDEX_HOSTS.search(page.read_text())
 
 
+def test_the_parts_have_the_order_of_the_navigation() -> None:
+    order = re.findall(r"^tutorials/(\w+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert len(order) > 10
+    for page in ("docs/start/choosing.md", "docs/start/quickstart.md"):
+        named = [*dict.fromkeys(re.findall(r"\.\./tutorials/(\w+)\.md", (ROOT / page).read_text()))]
+        assert named == [tutorial for tutorial in order if tutorial in named], page
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 

@@ -33,6 +33,14 @@ def public_packages() -> list[str]:
     return [name for name in names if not INTERNAL.match(name)]
 
 
+def test_no_docstring_describes_an_argument_by_a_letter_alone() -> None:
+    """``hidden_size: H.`` would be shown as an empty list whose number is H."""
+    alone = re.compile(r"^\s+[\w*, ]+: [A-Za-z]\.$", re.MULTILINE)
+    assert alone.search("    hidden_size: H.\n")
+    found = [(path.name, one) for path in (ROOT / "pymoe").rglob("*.py") for one in alone.findall(path.read_text())]
+    assert not found
+
+
 @pytest.fixture(scope="session")
 def documented(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Return the names of Python objects that have an entry, from a build that writes no pages: ``make docs`` writes

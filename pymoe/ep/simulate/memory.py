@@ -52,7 +52,7 @@ def expert_parallel(
 
     Args:
         block: the layers.
-        ranks: R.
+        ranks: R, the number of ranks.
         balance: rows and experts of the fullest rank.
         tokens: T, per rank.
         optimizer_bytes: bytes of the optimizer per parameter.

@@ -158,7 +158,7 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
     Args:
         block: E and K; its groups are ignored.
-        ranks: R.
+        ranks: R, the number of ranks.
         deduplicate: whether a token travels once to a rank.
     """
     if not deduplicate:
@@ -217,7 +217,7 @@ def pairs_of(
     Args:
         destinations: (N, K) int64, the rank of each choice's row.
         source: (N,) int64, the rank of each token.
-        ranks: R.
+        ranks: R, the number of ranks.
         deduplicate: count a token once for each rank that it goes to.
         chosen: (N, K) bool, the rows that are counted; None: all.
     """

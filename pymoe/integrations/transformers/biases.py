@@ -28,15 +28,6 @@ ADDED = "pymoe_bias"
 def add_expert_biases(model: nn.Module, rate: float) -> Attached:
     """Balance the experts of a model of transformers by biases that :func:`pymoe.nn.update_expert_biases` moves.
 
-    ::
-
-        add_expert_biases(model, rate=0.001)
-        for batch in batches:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            update_expert_biases(model)
-
     Call it before the first step. A router's bias is added to that by which the router chooses, never to the weights of
     the chosen experts (arXiv 2408.15664). If routers have a bias of their own, such as ``e_score_correction_bias`` of
     DeepSeek-V3, it is theirs that is moved, it is saved with the model, and other routers of the model are left alone.
@@ -67,6 +58,18 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
 
     The first forward raises :class:`ValueError` if a router that got a bias does not choose by one ``torch.topk`` among
     all experts, as those that first choose groups of experts, and :class:`RuntimeError` in code that is compiled.
+
+    Example:
+        >>> from pymoe.integrations.transformers import add_expert_biases
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> balancing = add_expert_biases(model.train(), rate=0.001)
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> model(ids, labels=ids).loss.backward()  # counts the tokens of each expert
+        >>> pymoe.nn.update_expert_biases(model)  # after optimizer.step()
+        >>> model.model.layers[0].mlp.experts.pymoe_bias.bias.abs().max()
+        tensor(0.0010)
     """
     check_number("add_expert_biases", "rate", rate, above=0)
     found = required_experts("add_expert_biases", model)

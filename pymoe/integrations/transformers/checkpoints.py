@@ -45,6 +45,16 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
         ValueError: the block is of an unsupported class, or one of its options changes what it computes; or something
             would be lost: a module in it has hooks, a ``forward`` or a class of its own, an adapter or a
             parametrization.
+
+    Example:
+        >>> from pymoe.integrations.transformers import from_transformers
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> moe = from_transformers(model.model.layers[0].mlp)
+        >>> x = torch.randn(1, 3, 32)
+        >>> torch.allclose(moe(x), model.model.layers[0].mlp(x), atol=1e-6)
+        True
     """
     name = "from_transformers"
     plan = _plan(name, type(block))
@@ -89,6 +99,17 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
         TypeError: ``moe`` is not a :class:`pymoe.nn.MoE`, or its experts are quantised.
         ValueError: the class is of another kind, the configuration describes another layer than ``moe``, or something
             would be lost, as for :func:`from_transformers`.
+
+    Example:
+        >>> from pymoe.integrations.transformers import to_transformers
+        >>> from transformers import OlmoeConfig
+        >>> from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+        >>> config = OlmoeConfig(hidden_size=32, intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+        >>> moe = pymoe.nn.MoE(32, 64, num_experts=4, top_k=2, renormalize=False)
+        >>> block = to_transformers(moe, OlmoeSparseMoeBlock, config)
+        >>> x = torch.randn(1, 3, 32)
+        >>> torch.allclose(block(x), moe(x), atol=1e-6)
+        True
     """
     name = "to_transformers"
     if not isinstance(moe, MoE):

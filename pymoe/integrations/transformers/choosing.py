@@ -32,7 +32,7 @@ class Choosing(TorchFunctionMode):
     """Lets ``choose`` choose the experts.
 
     Args:
-        num_experts: E.
+        num_experts: E, the number of experts.
         choose: takes the scores (..., E), detached, and K; returns the indices (..., K), int64, of distinct experts.
     """
 

@@ -33,12 +33,6 @@ else:
 class PymoeConfig(QuantizationConfigMixin):
     """Makes ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
 
-    ::
-
-        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=PymoeConfig(bits=4))
-        model.save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-
     The model computes the same as a model from ``from_pretrained(name, experts_implementation="pymoe")`` in the same
     dtype after :func:`pymoe.nn.quantize_experts`. Weights are packed one after another: from safetensors, the peak
     memory of loading is that of the quantised model and about one layer's experts in the dtype of the model. All other
@@ -86,6 +80,18 @@ class PymoeConfig(QuantizationConfigMixin):
     method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
     that pymoe quantises or runs another implementation of experts; for a GGUF file, also if a tensor is not one of the
     model's.
+
+    Example:
+        >>> import tempfile
+        >>> from pymoe.integrations.transformers import PymoeConfig
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)  # a checkpoint
+        ...     model = OlmoeForCausalLM.from_pretrained(folder, quantization_config=PymoeConfig(bits=4))
+        >>> model.config.quantization_config.bits
+        4
     """
 
     def __init__(

@@ -28,11 +28,6 @@ PICTURE = "experts.png"
 class LoadCallback(TrainerCallback):
     """Logs the load of the experts of every layer whenever a ``Trainer`` logs its loss.
 
-    ::
-
-        trainer = Trainer(model, arguments, train_dataset=data)
-        trainer.add_callback(LoadCallback(trainer))
-
     The numbers go to everything that the ``Trainer`` reports to, such as W&B or TensorBoard, under
     ``expert_load/LAYER/...``:
 
@@ -50,6 +45,22 @@ class LoadCallback(TrainerCallback):
             are counted during the training (see :func:`count_expert_load`), or ``MoE`` layers, or both.
         folder: if it is given, ``experts.png`` is written into it when the training ends: for each layer, the share of
             slots of each expert between two logs. This needs matplotlib.
+
+    Example:
+        >>> import tempfile
+        >>> from pymoe.integrations.transformers import LoadCallback
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArguments
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> data = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 4
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     options = dict(max_steps=1, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
+        ...     trainer = Trainer(model, TrainingArguments(folder, use_cpu=True, **options), train_dataset=data)
+        ...     trainer.add_callback(LoadCallback(trainer))
+        ...     done = trainer.train()
+        {'loss': ...}
+        >>> [name for log in trainer.state.log_history for name in log if name.startswith("expert_load")]
+        ['expert_load/model.layers.0.mlp.experts/max_over_mean', 'expert_load/model.layers.0.mlp.experts/entropy']
     """
 
     def __init__(self, trainer: Any, folder: str | Path | None = None) -> None:

@@ -76,6 +76,17 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
 
     A forward in training raises :class:`ValueError` if a router takes scores of something else than a product, such as
     logits that it has masked or capped, or other scores; and :class:`RuntimeError` in code that is compiled.
+
+    Example:
+        >>> from pymoe.integrations.transformers import add_router_losses
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> handle = add_router_losses(model.train(), aux_loss_coef=0.01)
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> model(ids, labels=ids).loss.backward()  # adds the gradients of the balancing loss
+        >>> model.model.layers[0].mlp.gate.weight.grad.shape
+        torch.Size([4, 32])
     """
     found = required_experts("add_router_losses", model)
     if aux_loss_coef == z_loss_coef == 0:

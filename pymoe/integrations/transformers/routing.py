@@ -132,6 +132,17 @@ def count_expert_load(model: nn.Module) -> Attached:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: the model has no experts behind the interface, or others.
+
+    Example:
+        >>> from pymoe.integrations.transformers import count_expert_load
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> handle = count_expert_load(model)
+        >>> output = model(torch.tensor([[1, 2, 3]]))
+        >>> {name: load.sum().item() for name, load in pymoe.nn.expert_load(model).items()}  # 3 tokens, 2 choices each
+        {'model.layers.0.mlp.experts': 6}
+        >>> handle.remove()
     """
     attached = Attached()
     for experts in required_experts("count_expert_load", model).values():

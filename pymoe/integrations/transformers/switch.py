@@ -39,6 +39,16 @@ def enable(model: nn.Module) -> list[str]:
     Raises:
         ValueError: ``model`` holds no experts that pymoe supports, or experts that pymoe cannot compute.
         TypeError: experts have weights of a dtype that pymoe does not compute in, as in a quantised model.
+
+    Example:
+        >>> from pymoe.integrations.transformers import enable
+        >>> from transformers import OlmoeConfig, OlmoeForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64, eos_token_id=0)
+        >>> model = OlmoeForCausalLM(OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+        >>> enable(model)
+        ['model.layers.0.mlp.experts']
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
     """
     named = list(model.named_modules())
     behind = [(name, module) for name, module in named if interface.is_behind(module)]

@@ -36,6 +36,18 @@ def pipe_split() -> None:
 
     It does nothing when the model is run without a pipeline. A boundary at the very beginning or end, or next to
     another, makes no stage.
+
+    Example:
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        ...     def forward(self, x):
+        ...         x = self.first(x)
+        ...         pymoe.pipe_split()
+        ...         return self.second(x)
+        >>> pymoe.pipeline(Model(), (torch.randn(2, 8),)).num_stages
+        2
     """
     if is_exporting():
         refuse_boundary()
@@ -81,7 +93,14 @@ def mark_boundary(before: fx.Node) -> None:
 
 
 class SplitPoint(enum.Enum):
-    """The side of a module's call on which a stage ends and the next begins."""
+    """The side of a module's call on which a stage ends and the next begins.
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> pipe = pymoe.pipeline(model, (torch.randn(2, 8),), split_spec={"2": pymoe.SplitPoint.BEGINNING})
+        >>> pipe.num_stages
+        2
+    """
 
     BEGINNING = 1
     END = 2
@@ -120,6 +139,12 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
     Raises:
         TypeError: a value is not a ``SplitPoint``.
         ValueError: the model has no submodule of that name (an ``AttributeError`` as well).
+
+    Example:
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> marked = pymoe.annotate_split_points(model, {"0": pymoe.SplitPoint.END, "3": pymoe.SplitPoint.BEGINNING})
+        >>> pymoe.pipeline(marked, (torch.randn(2, 8),)).num_stages
+        3
     """
     made = marked(model, spec)
     _annotated[next((original for original, copied in _annotated.items() if copied() is model), model)] = ref(made)
