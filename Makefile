@@ -137,13 +137,13 @@ $(HIVEMIND)/.packages: benchmarks/runtime/requirements-hivemind.txt
 lint: $(PACKAGES)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	find csrc tests benchmarks examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 	$(RUN) -m mypy
 
 format: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m ruff check --fix-only --quiet .
 	$(RUN) -m ruff format .
-	find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
+	find csrc tests benchmarks examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(VENV)/bin/clang-format -i
 	$(RUN) tests/write_stub.py
 
 clean:

@@ -59,7 +59,7 @@ def cpp_step(variant: str, about: str, sanitizer: str, seeds: str = "") -> Step:
 
 
 def clang_format(*options: str) -> list[str]:
-    folders = [ROOT / name for name in ("csrc", "tests", "benchmarks")]
+    folders = [ROOT / name for name in ("csrc", "tests", "benchmarks", "examples")]
     files = [str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*") if path.suffix in CPP]
     return [str(Path(PYTHON).with_name("clang-format")), *options, *sorted(files)]
 
@@ -173,7 +173,7 @@ def deep_steps(level: str) -> list[Step]:
                 [PYTHON, "tests/mutants/run.py", "streams"],
             ],
         ),
-        *([packaging_step("packaging-deep", "a build with CUDA kernels", level)] if level == "deep" else []),
+        *([packaging_step("packaging-deep", "CUDA kernels, C++ libraries", level)] if level == "deep" else []),
     ]
 
 

@@ -24,7 +24,9 @@ MARK = "----- a block of the page -----"
 SHELLS = {"sh", "shell", "bash", "console"}
 MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
 # Commands that pages use and that need not be installed for the tests.
-COMMON_COMMANDS = {"pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl", "openssl"}
+COMMON_COMMANDS = {
+    *("pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl", "openssl", "docker", "kubectl"),
+}
 
 
 def as_program(page: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 from docs_pages import PAGES, ROOT, name, prose
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-TOP_FOLDERS = "pymoe|csrc|tests|benchmarks|examples|docs"
+TOP_FOLDERS = "pymoe|csrc|tests|benchmarks|examples|docs|deploy"
 PATH = re.compile(rf"(?<![\w/.-])((?:{TOP_FOLDERS})/[\w./-]*\w/?)")
 # Files that commands create, and placeholders for a user's own names.
 NOT_IN_THE_TREE = re.compile(r"(^|/)(X|NAME)\b|_X|X_|gpu_NAME|my_|\.so$|^docs/_build")

@@ -111,7 +111,7 @@ def plant(fault: CudaFault, folder: Path, place: Path) -> Path:
     sanitize = [word for word in command if word.startswith("-fsanitize=")]
     program = place / "tests"
     # The planted object comes first: of a header's function that several objects have, the linker keeps the first.
-    finish([command[0], *sanitize, str(place / "kernel.o"), *others, str(folder / "libpymoe_core.a"), "-pthread",
+    finish([command[0], *sanitize, str(place / "kernel.o"), *others, str(folder / "libpymoe_kernels.a"), "-pthread",
             "-o", str(program)], fault)  # fmt: skip
     return program
 
