@@ -9,9 +9,9 @@ Without --model it first trains a small Qwen3-MoE model, byte by byte, on the so
 it reads the model with experts in 4 bits and dense layers in 8, and fine-tunes adapters of attention and of experts on
 another text: the Python manual, or --text. It prints the loss on held-back text, and a sample, before and after.
 
-A run leaves in its folder the adapters in PEFT's files (adapter), two pictures (loss.png, experts.png) and the model that
-it trained (base). Ctrl-C saves a checkpoint and stops; --resume continues to the same losses bit for bit. With torchrun
-each process computes its part of every batch.
+A run leaves in its folder the adapters in PEFT's files (adapter), two pictures (loss.png, experts.png) and the small
+model (base). Ctrl-C saves a checkpoint and stops; --resume continues to the same losses bit for bit. With torchrun each
+process computes its part of every batch.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ IS_FIRST = os.environ.get("RANK", "0") == "0"
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path]:
     """Return the settings of a run, new or to be resumed, and its folder."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the results (default: runs/finetune, a new one)"
-    )
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder, with its settings")
-    parser.add_argument("--model", default="", metavar="FOLDER", help="a model with its tokenizer, as save_pretrained "
-                        "writes it, instead of the small one")  # fmt: skip
-    parser.add_argument("--text", default="", metavar="FILE", help="text to fine-tune on (default: the Python manual that "
-                        "this interpreter carries)")  # fmt: skip
+    for name, kind, shown, about in (
+        ("out", Path, "DIR", "folder of the results (default: runs/finetune, a new one)"),
+        ("resume", Path, "DIR", "continue the run in this folder, with its settings"),
+        ("model", str, "FOLDER", "a model with its tokenizer, as save_pretrained writes it (default: the small one)"),
+        ("text", str, "FILE", "text to fine-tune on (default: the Python manual that this interpreter carries)"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, metavar=shown, help=about)
+    parser.add_argument("--prompt", default="The ", metavar="TEXT", help="what the samples begin with")
     for name, kind, default, about in (
         ("base-steps", at_least(1), 400, "steps that train the small model"),
         ("base-learning-rate", float, 3e-3, "its learning rate"),
@@ -86,7 +86,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path]:
         ("seed", int, 0, "seed of weights, order and samples"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} (default: {default})")
-    parser.add_argument("--prompt", default="The ", metavar="TEXT", help="what the samples begin with")
     options = parser.parse_args(arguments)
     if options.batch % RANKS:
         parser.error(f"--batch must be a multiple of the {RANKS} processes, got {options.batch}")
@@ -127,7 +126,7 @@ def windows(tokenizer: Any, text: str, context: int) -> Windows:
 
 def texts(tokenizer: Any, options: argparse.Namespace) -> tuple[Windows, Windows]:
     """Return the windows to fine-tune on, and those that are held back."""
-    text = load_text(options.text, options.context)
+    text = load_text(options.text or "", options.context)
     parts = (bytes(part.tolist()).decode(errors="replace") for part in (text.train, text.validation))
     training, held_back = (windows(tokenizer, part, options.context) for part in parts)
     if len(training) < options.batch or not held_back:
