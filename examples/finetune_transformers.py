@@ -87,17 +87,17 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path]:
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} (default: {default})")
     options = parser.parse_args(arguments)
-    if options.batch % RANKS:
-        parser.error(f"--batch must be a multiple of the {RANKS} processes, got {options.batch}")
     folder = options.resume or options.out
     if options.resume:
-        if len(arguments) > 2:
+        if sum(one.startswith("--") for one in arguments) > 1:
             parser.error(f"--resume takes the settings that the run in {folder} has: leave all other flags out")
         if not (folder / SETTINGS).exists():
             parser.error(f"--resume {folder}: there is no {SETTINGS} in it")
         vars(options).update(json.loads((folder / SETTINGS).read_text()))
     elif folder and (folder / SETTINGS).exists():
         parser.error(f"--out {folder} already holds a run: continue it with --resume {folder}, or choose another")
+    if options.batch % RANKS:
+        parser.error(f"--batch must be a multiple of the {RANKS} processes, got {options.batch}")
     return options, folder or free_folder("finetune")
 
 
@@ -160,16 +160,15 @@ def new_model(options: argparse.Namespace, vocabulary: int) -> nn.Module:
 
 
 def packed_with_adapters(folder: str | Path, options: argparse.Namespace) -> Any:
-    """Read a model with weights in 4 and 8 bits, and put adapters on all of its packed layers but the head."""
+    """Read a model with weights in 4 and 8 bits, and put adapters on attention and experts."""
     config = PymoeConfig(bits=4, linear_bits=8)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    head = model.get_output_embeddings()
     packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
     dense = {name for name, layer in packed.items() if isinstance(layer, QuantizedDenseLinear)}
+    attention = [name for name in packed if name in dense and "att" in name]  # self_attn, linear_attn, attention
     experts = sorted({".".join(name.split(".")[-2:]) for name in packed.keys() - dense})
-    dense = [name for name in packed if name in dense and packed[name] is not head]
     set_seed(options.seed)
-    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=dense, target_parameters=experts)
+    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=attention, target_parameters=experts)
     return get_peft_model(model, lora)
 
 

@@ -20,6 +20,7 @@ import finetune_transformers
 from finetune_transformers import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BASE_STEPS, STEPS = 10, 30
 TINY = ["--hidden", "32", "--layers", "2", "--experts", "4", "--base-steps", str(BASE_STEPS), "--base-learning-rate"]
 TINY += ["0.01", "--steps", str(STEPS), "--learning-rate", "0.02", "--batch", "4", "--context", "32", "--sample", "8"]
@@ -136,9 +137,10 @@ def test_two_ranks_have_the_losses_of_one(whole, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line_saves_at_an_interrupt(tiny, tmp_path):
-    command = [sys.executable, str(EXAMPLES / "finetune_transformers.py"), "--out", str(tmp_path), *tiny]
-    command += ["--base-steps", "100000"]
+@pytest.mark.parametrize(("processes", "status"), [(1, 130), (2, 1)])  # torchrun has a status of its own
+def test_the_command_line_saves_at_an_interrupt(tiny, tmp_path, processes, status):
+    command = [sys.executable, *(TORCHRUN if processes > 1 else []), str(EXAMPLES / "finetune_transformers.py")]
+    command += ["--out", str(tmp_path), *tiny, "--base-steps", "100000"]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment) as run:
@@ -147,8 +149,8 @@ def test_the_command_line_saves_at_an_interrupt(tiny, tmp_path):
             seen += run.stdout.read(1)
         run.send_signal(signal.SIGINT)
         said = run.stdout.read()
-        assert run.wait() == 130, said
-    assert f"--resume {tmp_path}" in said
+        assert run.wait() == status, said
+    assert f"--resume {tmp_path}\n" in said
     assert finetune_transformers.last_checkpoint(tmp_path / "base")[0] >= 1
 
 
@@ -161,7 +163,7 @@ def test_what_does_not_fit_is_refused(whole, tmp_path, capsys):
     assert "short.txt has 500 bytes, too few" in capsys.readouterr().err
     for arguments, message in (
         (["--resume", str(tmp_path)], "there is no settings.json in it"),
-        (["--resume", str(whole), "--steps", "9"], "leave all other flags out"),
+        ([f"--resume={whole}", "--steps=9"], "leave all other flags out"),
         (["--out", str(whole)], "already holds a run"),
         (["--experts", "3"], "must be at least 4"),
     ):
