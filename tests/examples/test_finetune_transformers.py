@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,13 @@ from torchrun import torchrun
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
+
 import finetune_transformers
+import tiny_models
 from finetune_transformers import main
+
+from pymoe.nn import QuantizedLinear
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -134,6 +140,20 @@ def test_two_ranks_have_the_losses_of_one(whole, tiny, tmp_path):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert (found[key] - value).norm() < 1e-3 * value.norm()
+
+
+@pytest.mark.thinned(usual=1)
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_attention_and_experts_of_other_architectures_get_adapters(name, tmp_path):
+    tiny_models.build(name).save_pretrained(tmp_path)
+    model = finetune_transformers.packed_with_adapters(tmp_path, Namespace(seed=0, rank=2)).train()
+    model(input_ids=tiny_models.tokens(), labels=tiny_models.tokens()).loss.backward()
+    trained = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(gradient is not None for gradient in trained.values())
+    assert {key.split(".")[5] for key in trained} >= {"mlp", "self_attn"}
+    stacked = [one for one in model.modules() if type(one) is QuantizedLinear]
+    assert sum(".experts." in key for key in trained) == 2 * len(stacked)  # A and B
+    assert not any("shared" in key for key in trained)
 
 
 @pytest.mark.slow
