@@ -9,13 +9,16 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 EXTRAS = ("rich", "matplotlib", "safetensors")
@@ -89,6 +92,35 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
     parse.__name__ = "int"  # argparse shows this name if the text is not a number
     return parse
+
+
+def free_folder(name: str) -> Path:
+    """Return the first folder of runs/name, runs/name-2, ... that does not exist."""
+    number, folder = 1, Path("runs", name)
+    while folder.exists():
+        number += 1
+        folder = Path("runs", f"{name}-{number}")
+    return folder
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Yield a list of received signals: Ctrl-C or SIGTERM requests a stop after the current step; a second one stops at
+    once.
+    """
+    made: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if made:
+            raise KeyboardInterrupt
+        made.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield made
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_record(record: dict[str, Any], folder: Path) -> Path:

@@ -98,23 +98,41 @@ def print_distance(first: dict[str, Any], second: dict[str, Any], names: str) ->
 
 def plot_loss(record: dict[str, Any], path: Path) -> Path:
     """Draw bits per byte in training and validation over the steps."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    bits = [loss / math.log(2) for loss in record["loss"]]
-    steps = range(1, len(bits) + 1)
-    axes.plot(steps, bits, color=COLORS[0], alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smooth(bits), color=COLORS[0], label="training batches (smoothed)")
     validation = record["validation"]
+    return plot_curve(
+        [loss / math.log(2) for loss in record["loss"]],
+        dict(zip(validation["step"], validation["bits_per_byte"], strict=True)),
+        path,
+        title=f"{describe(record)}, trained on {record['text']['name']}",
+        step=f"optimizer step ({record['bytes_per_step']:,} bytes each)",
+    )
+
+
+def plot_curve(
+    training: list[float],
+    held_back: dict[int, float],
+    path: Path,
+    *,
+    title: str,
+    step: str,
+    unit: str = "bits per byte",
+) -> Path:
+    """Draw the losses of every step's batch, and those of the held-back text by the steps made before, in ``unit``."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    steps = range(1, len(training) + 1)
+    axes.plot(steps, training, color=COLORS[0], alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth(training), color=COLORS[0], label="training batches (smoothed)")
     axes.plot(
-        validation["step"],
-        validation["bits_per_byte"],
+        list(held_back),
+        list(held_back.values()),
         color=COLORS[1],
         marker="o",
         markersize=4,
-        label=f"held-back text, {validation['bits_per_byte'][-1]:.3f} at the end",
+        label=f"held-back text, {list(held_back.values())[-1]:.3f} at the end",
     )
-    axes.set_title(f"{describe(record)}, trained on {record['text']['name']}", fontsize=10)
-    _loss_axes(axes, bits)
-    axes.set_xlabel(f"optimizer step ({record['bytes_per_step']:,} bytes each)")
+    axes.set_title(title, fontsize=10)
+    _loss_axes(axes, training, unit)
+    axes.set_xlabel(step)
     axes.legend(frameon=False)
     return _save(figure, path)
 
@@ -171,8 +189,8 @@ def smooth(values: list[float]) -> list[float]:
     return result
 
 
-def _loss_axes(axes: Axes, bits: list[float]) -> None:
-    axes.set_ylabel("bits per byte")
+def _loss_axes(axes: Axes, bits: list[float], unit: str = "bits per byte") -> None:
+    axes.set_ylabel(unit)
     # The loss begins at 8 bits; without a limit, the rest of the curve would look flat.
     axes.set_ylim(min(bits) * 0.9, min(max(bits), 2.5 * min(bits)))
     axes.grid(alpha=0.25)

@@ -25,13 +25,9 @@ import argparse
 import json
 import math
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -44,8 +40,10 @@ from common import (
     Text,
     TextError,
     at_least,
+    free_folder,
     load_text,
     parser_of,
+    stop_requests,
     validation_windows,
     write_record,
 )
@@ -227,26 +225,6 @@ def train(trainer: Trainer, folder: Path, arguments: argparse.Namespace) -> bool
     return trainer.steps_done == steps
 
 
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Yield a list of received signals: Ctrl-C or SIGTERM requests a stop after the current step; a second one stops at
-    once.
-    """
-    made: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if made:
-            raise KeyboardInterrupt
-        made.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield made
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def finish(trainer: Trainer, folder: Path, arguments: argparse.Namespace, started: float) -> None:
     config, sample, compared = trainer.config, None, None
     if arguments.sample_bytes:
@@ -390,11 +368,7 @@ def new_folder(parser: argparse.ArgumentParser, wished: Path | None, name: str) 
         if (wished / FILE_NAME).exists():
             parser.error(f"--out {wished} already holds a run: continue it with --resume {wished}, or choose another")
         return wished
-    number, folder = 1, Path("runs", name)
-    while folder.exists():
-        number += 1
-        folder = Path("runs", f"{name}-{number}")
-    return folder
+    return free_folder(name)
 
 
 def main(argv: list[str]) -> int:
