@@ -309,10 +309,10 @@ def _described(layer: MoE) -> dict[str, Any]:
     copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
     if layer.shared is not None:
         copies |= {f"shared.{name}": one for name, one in layer.shared.named_parameters()}
-    return said | {f"checksum of {name}": _checksum(tensor) for name, tensor in copies.items()}
+    return said | {f"checksum of {name}": checksum(tensor) for name, tensor in copies.items()}
 
 
-def _checksum(tensor: Tensor) -> int | None:
+def checksum(tensor: Tensor) -> int | None:
     """Return a checksum of a tensor's bits, in their order; None if it has no memory."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if whole.is_meta:

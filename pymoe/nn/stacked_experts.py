@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,3 +34,9 @@ Handler = Callable[[nn.Module], StackedExperts | None]
 
 handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
+
+spread_before_loading: ContextVar[Callable[[nn.Module], bool] | None] = ContextVar(
+    "spread_before_loading", default=None
+)
+"""Spreads a model on the meta device over ranks, and returns whether it was not spread before; None if models are
+loaded whole. The integrations call it before they read a model's weights."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
 from pymoe.nn.apply_experts import Activation
-from pymoe.nn.stacked_experts import StackedExperts, handlers
+from pymoe.nn.stacked_experts import StackedExperts, handlers, spread_before_loading
 
 
 def register() -> None:
-    """Make :func:`pymoe.ep.shard` find the experts of transformers, and ``save_pretrained`` refuse parts of them.
+    """Make :func:`pymoe.ep.shard` find the experts of transformers, ``from_pretrained`` read only a rank's own experts,
+    and ``save_pretrained`` refuse parts of them.
 
     Further calls change nothing.
     """
     if stacked_experts not in handlers:
         handlers.append(stacked_experts)
     interface.call_before_saving(check_saved_whole)
+    interface.call_around_loading(spread_model, check_loaded)
 
 
 def stacked_experts(module: nn.Module) -> StackedExperts | None:
@@ -56,6 +59,54 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
 def is_sharded(module: nn.Module) -> bool:
     """Return whether :func:`pymoe.ep.shard` has spread the experts of a module over ranks."""
     return isinstance(getattr(module, "described", None), StackedExperts)
+
+
+def spread_model(model: nn.Module, quantizer: object) -> bool:
+    """Spread the experts of a model before its weights are read; return whether a user has asked for that."""
+    spread = spread_before_loading.get()
+    if spread is None:
+        return False
+    if quantizer is not None:
+        raise ValueError(
+            f"from_pretrained: expected experts that are not quantised for ranks, got a {type(quantizer).__name__}"
+        )
+    return spread(model)
+
+
+def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
+    """Check that a rank has its experts. A rank without experts has nothing to read, so fill its parameters.
+
+    Args:
+        model: a model whose weights have been read.
+        lacking: the names of the tensors that were not read, or have a wrong size in the files.
+
+    Returns:
+        The names of the parameters that have been filled.
+
+    Raises:
+        ValueError: the files lack weights of experts.
+        RuntimeError: transformers has put whole weights in the place of this rank's.
+    """
+    filled = set()
+    for path, module in model.named_modules():
+        for own, parameter in list(module.named_parameters(recurse=False)) if is_sharded(module) else ():
+            name, spread = f"{path}.{own}".lstrip("."), cast("Any", parameter)
+            if not hasattr(parameter, "full_tensor"):  # a DTensor has it; its class would be slow to import
+                raise RuntimeError(
+                    f"from_pretrained: expected a transformers that reads parts of weights, as version 5.23 does, got "
+                    f"the whole {name!r}"
+                )
+            if spread.to_local().numel() == 0:
+                empty = torch.empty_like(parameter, device=spread.device_mesh.device_type)
+                setattr(module, own, nn.Parameter(empty, parameter.requires_grad))
+                interface.mark_initialized(getattr(module, own))
+                filled.add(name)
+            elif name in lacking:
+                raise ValueError(
+                    f"from_pretrained: expected the checkpoint to have {name!r} for every expert of the model, got "
+                    f"none, another number of experts, or another size"
+                )
+    return filled
 
 
 def check_saved_whole(model: nn.Module, state_dict: object) -> None:
