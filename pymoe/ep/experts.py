@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pymoe._common.types import Routing
+from pymoe._common.types import QuantizedWeight, Routing
 from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
 from pymoe.ep.clones import WeightBroadcast
 from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
@@ -29,6 +29,7 @@ from pymoe.ep.sharding import (
 )
 from pymoe.nn.experts import Experts
 from pymoe.nn.options import Backend, operators
+from pymoe.nn.quantized_experts import QuantizedLinear
 
 all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 """Every ExpertShards of this process."""
@@ -65,17 +66,26 @@ class ExpertShards(nn.Module):
         self.sharding = sharding
         all_sharded_experts.add(self)
         for name in self.parameter_names:
-            if name is not None and (whole := getattr(self, name)) is not None:
+            whole = None if name is None else getattr(self, name)
+            if isinstance(whole, QuantizedLinear):
+                whole.packed = _own_part(whole.packed, sharding)
+            elif name is not None and whole is not None:
                 if id(whole) not in made:
-                    made[id(whole)] = _own_part(whole, sharding)
+                    made[id(whole)] = nn.Parameter(_own_part(whole, sharding), requires_grad=whole.requires_grad)
                     mark_replaced(whole, "shard")
                 setattr(self, name, made[id(whole)])
 
     def stacked(self) -> dict[str, Tensor]:
-        """Return the parameters by the names of :data:`PARAMETERS`."""
+        """Return the parameters by the names of :data:`PARAMETERS`, except for quantised ones."""
         found = zip(PARAMETERS, self.parameter_names, strict=True)
         whole = {kind: None if name is None else getattr(self, name) for kind, name in found}
-        return {kind: parameter for kind, parameter in whole.items() if parameter is not None}
+        return {kind: parameter for kind, parameter in whole.items() if isinstance(parameter, Tensor)}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether a :class:`pymoe.nn.QuantizedLinear`, whose ``packed`` is a DTensor, holds each weight."""
+        name = self.parameter_names[0]
+        return name is not None and isinstance(getattr(self, name), QuantizedLinear)
 
     def apply_to_chunks(
         self,
@@ -119,11 +129,9 @@ class ExpertShards(nn.Module):
             back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
 
-    def operands(
-        self, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return parts of the parameters as the products take them: weights (n, out, in) and biases (n, out)."""
-        return w_in, w_out, b_in, b_out
+    def operand(self, weight: Tensor) -> Tensor:
+        """Return a part of a weight as the products take it: (n, out, in)."""
+        return weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled object, and add it to :data:`all_sharded_experts`."""
@@ -138,7 +146,10 @@ class ExpertShards(nn.Module):
                 destination[prefix + name] = in_expert_order(placed, self.sharding)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
+        packed = [
+            (f"{name}.packed", layer.packed) for name, layer in self.named_children() if isinstance(layer, QuantizedLinear)
+        ]
+        for name, parameter in [*self.named_parameters(recurse=False), *packed]:
             given: Any = state_dict.get(prefix + name)
             known = isinstance(given, DTensor) or type(given) in (Tensor, nn.Parameter)
             if known and isinstance(parameter, DTensor) and given.shape == parameter.shape:
@@ -167,28 +178,27 @@ class ExpertShards(nn.Module):
         chunk: int,
         plan: RowPlan,
         activate: Callable[[Tensor], Tensor],
-        w_in: Tensor,
-        w_out: Tensor,
+        w_in: Tensor | QuantizedWeight,
+        w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, which the plan determines."""
-        if w_in.shape[0] == 0:
+        if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out)
-        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
-        # sorted rows.
+        # sorted rows; nor do products with quantised weights take others.
         ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
         sorted_rows = number == 1 or plan.sharding.ranks == 1
-        moves = rows.is_cuda and not sorted_rows
+        moves = (rows.is_cuda or isinstance(w_in, QuantizedWeight)) and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
-        inner = activate(ops.grouped_linear(inner, w_in, routing.offsets, b_in, order=order))
-        outer: Tensor = ops.grouped_linear(inner, w_out, routing.offsets, b_out, order=order)
+        inner = activate(self._product(inner, w_in, routing.offsets, b_in, order))
+        outer = self._product(inner, w_out, routing.offsets, b_out, order)
         return ops.combine(outer, routing) if moves else outer
 
     def _apply_by_index(
@@ -206,29 +216,50 @@ class ExpertShards(nn.Module):
         the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
-        if w_in.shape[0] == 0:
+        if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
-        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
         ops = operators(self.backend)
-        slot, token, offsets = ops.build_routing(indices, w_in.shape[0], foreign_experts=True)
+        slot, token, offsets = ops.build_routing(indices, _number(w_in), foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
-        inner = activate(ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in))
-        outer = ops.grouped_linear(inner, w_out, offsets, b_out)
+        inner = activate(self._product(ops.dispatch(rows, routing), w_in, offsets, b_in))
+        outer = self._product(inner, w_out, offsets, b_out)
         combined: Tensor = ops.combine(outer, routing, weights)
         return combined
 
-    def _local_parameter(self, name: str | None) -> Tensor | None:
+    def _product(
+        self,
+        rows: Tensor,
+        weight: Tensor | QuantizedWeight,
+        offsets: Tensor,
+        bias: Tensor | None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Return the products of rows with their experts' weights, plus biases."""
+        ops = operators(self.backend)
+        result: Tensor
+        if isinstance(weight, QuantizedWeight):
+            result = ops.quantized_linear(rows, weight, offsets, None if bias is None else bias.to(rows.dtype))
+        else:
+            result = ops.grouped_linear(rows, self.operand(weight), offsets, bias, order=order)
+        return result
+
+    def _local_parameter(self, name: str | None) -> Tensor | QuantizedWeight | None:
         """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
         parameter = None if name is None else getattr(self, name)
+        if isinstance(parameter, QuantizedLinear):
+            weight = parameter.quantized_weight
+            return weight._replace(packed=local_tensor(weight.packed))
         return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
 
-    def _split_by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
+    def _split_by_chunk(self, own: Any) -> Sequence[Any]:
         """Return a parameter of this rank's experts, split into one part for each chunk."""
         chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
         if chunks == 1:
             return [own]
+        if isinstance(own, QuantizedWeight):
+            return [own._replace(packed=part) for part in self._split_by_chunk(own.packed)]
         return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
 
     def _with_divided_gradient(self, local: Tensor) -> Tensor:
@@ -287,13 +318,18 @@ class ShardedExperts(ExpertShards, Experts):
                     _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
 
 
-def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
+def _number(weight: Tensor | QuantizedWeight) -> int:
+    """Return the number of experts of a weight."""
+    return (weight.packed if isinstance(weight, QuantizedWeight) else weight).shape[0]
+
+
+def _without_experts(rows: Tensor, *parts: Tensor | QuantizedWeight | None) -> Tensor:
     """Return the empty tensor ``rows`` with a history that leads to ``parts``, the parameters and weights.
 
     So these get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
     are summed, because the gradient of a plain sum has strides of 0, and autograd would copy such a DTensor.
     """
-    nothing: Any = sum(part.flatten().sum() for part in parts if part is not None)
+    nothing: Any = sum(part.flatten().sum() for part in parts if isinstance(part, Tensor))
     return rows + torch.as_tensor(nothing).to(rows.dtype)
 
 
@@ -310,15 +346,12 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
             local[places[expert]] = drawn
 
 
-def _own_part(whole: nn.Parameter, sharding: ExpertSharding) -> nn.Parameter:
-    own = sharding.ranges[sharding.rank]
-    part = whole.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        part,
-        sharding.mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
-    )
-    return nn.Parameter(sharded, requires_grad=whole.requires_grad)
+def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
+    """Return a DTensor that has this rank's experts alone; ``whole`` may have been cut to these already."""
+    own, part = sharding.ranges[sharding.rank], whole.detach()
+    if part.shape[0] == sharding.num_experts:
+        part = part[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+    assert part.shape[0] == len(own)
+    shape = sharding.num_experts, *part.shape[1:]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, sharding.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

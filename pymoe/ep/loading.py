@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from pymoe.ep.agreement import assert_same_on_all_ranks
 from pymoe.ep.shard import checksum, shard
-from pymoe.nn.stacked_experts import spread_before_loading
+from pymoe.ep.sharding import shard_ranges
+from pymoe.nn.stacked_experts import OnLoad, on_load
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
         GroupError: the ranks differ in weights that all of them have, or another rank failed.
     """
     loading = _Loading(mesh, options)
-    token = spread_before_loading.set(loading.spread)
+    token = on_load.set(OnLoad(loading.begins, loading.spread, loading.own))
     problem: Exception | None = None
     try:
         yield
@@ -55,11 +56,10 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
             raise
         problem = error
     finally:
-        spread_before_loading.reset(token)
+        on_load.reset(token)
     # A rank that fails before it calls shard tells the others, which wait in shard, here.
-    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
     same = {} if problem is not None or loading.model is None else _checksums(loading.model)
-    assert_same_on_all_ranks("shard_on_load", group, {"weight": same}, problem)
+    assert_same_on_all_ranks("shard_on_load", loading.group, {"weight": same}, problem)
 
 
 class _Loading:
@@ -67,15 +67,13 @@ class _Loading:
 
     def __init__(self, mesh: DeviceMesh | dist.ProcessGroup, options: dict[str, Any]) -> None:
         self._mesh, self._options = mesh, options
+        self.group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         self.model: nn.Module | None = None
         self.told = False
         """True if ``shard`` has raised, which every rank of the group does."""
 
-    def spread(self, model: nn.Module) -> bool:
-        """Shard a model whose weights will be read; return whether it was not sharded before.
-
-        An adapter is read into a model that was loaded before, and does not count.
-        """
+    def begins(self, model: nn.Module) -> bool:
+        """Remember the model that is loaded; return False for an adapter, which is read into this model later."""
         if model is self.model:
             return False
         if self.model is not None:
@@ -83,10 +81,17 @@ class _Loading:
                 f"shard_on_load: one model must be loaded in the context, got {type(self.model).__name__} and "
                 f"{type(model).__name__}"
             )
+        self.model = model
+        return True
+
+    def spread(self, model: nn.Module) -> None:
         self.told = True
         shard(model, self._mesh, **self._options)
-        self.model, self.told = model, False
-        return True
+        self.told = False
+
+    def own(self, num_experts: int) -> slice:
+        own = shard_ranges(num_experts, dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        return slice(own.start, own.stop)
 
 
 def _checksums(model: nn.Module) -> dict[str, int | None]:

@@ -19,7 +19,7 @@ from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
-from pymoe.ep.modules import hidden_size_of, modules_of, sharded_class
+from pymoe.ep.modules import device_of, hidden_size_of, is_quantized, modules_of, num_experts_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
@@ -138,8 +138,11 @@ def shard(
             raise ValueError(f"shard: clones must be 0 with deduplicate=True, got {clones}")
         layers, modules = _layers_of(model), modules_of(model)
         _check_found(model, layers, modules, scope)
+        packed = [name for name, (module, one) in modules.items() if is_quantized(module, one)]
+        if packed and clones:
+            raise ValueError(f"shard: clones must be 0 for quantised experts, got {clones} and {packed[0]!r}")
         numbers = [layer.num_experts for layer in layers.values()]
-        numbers += [next(module.parameters()).shape[0] for module, _ in modules.values()]
+        numbers += [num_experts_of(*one) for one in modules.values()]
         if transport == "padded":
             _check_padded(mesh, numbers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
@@ -195,14 +198,15 @@ def shard(
         if transport == "padded":
             sharded.notes = device_notes(sharding, layer.router.weight.device)
     for name, (module, experts_of_module) in modules.items():
-        first = next(module.parameters())
-        sharding = sharding_of(name, first.shape[0], module.parameters(), hidden_size_of(module, experts_of_module))
+        device = device_of(module, experts_of_module)
+        number_of = num_experts_of(module, experts_of_module)
+        sharding = sharding_of(name, number_of, module.parameters(), hidden_size_of(module, experts_of_module))
         sharded = module
         kind: Any = type(module)
         sharded.__class__ = sharded_class(kind)
         sharded.spread(experts_of_module, sharding, made)
         if transport == "padded":
-            sharded.notes = device_notes(sharding, first.device)
+            sharded.notes = device_notes(sharding, device)
     return model
 
 

@@ -21,7 +21,7 @@ class StackedExperts(NamedTuple):
 
     names: tuple[str, str, str | None, str | None]
     """The names of the parameters that :func:`pymoe.nn.apply_experts` calls ``w_in``, ``w_out``, ``b_in`` and
-    ``b_out``; None for biases that there are not."""
+    ``b_out``; None for biases that there are not. Both weights may be a :class:`pymoe.nn.QuantizedLinear`."""
     transposed: bool
     """True if the weights are (E, in, out) instead of (E, out, in)."""
     activation: Callable[[Any], Activation]
@@ -35,8 +35,17 @@ Handler = Callable[[nn.Module], StackedExperts | None]
 handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
 
-spread_before_loading: ContextVar[Callable[[nn.Module], bool] | None] = ContextVar(
-    "spread_before_loading", default=None
-)
-"""Spreads a model on the meta device over ranks, and returns whether it was not spread before; None if models are
-loaded whole. The integrations call it before they read a model's weights."""
+
+class OnLoad(NamedTuple):
+    """Describes how the model that an integration is about to load is spread over ranks."""
+
+    begins: Callable[[nn.Module], bool]
+    """Takes a model on the meta device; returns whether its weights will be read, not those of an adapter."""
+    spread: Callable[[nn.Module], object]
+    """Spreads its experts over the ranks, in place. Quantised weights may have this rank's experts alone."""
+    own: Callable[[int], slice]
+    """Takes a number of experts; returns those of this rank."""
+
+
+on_load: ContextVar[OnLoad | None] = ContextVar("on_load", default=None)
+"""None if models are loaded whole."""

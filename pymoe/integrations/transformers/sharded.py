@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, place
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.integrations.transformers.quantizer import PymoeQuantizer
+from pymoe.nn import QuantizedLinear
 from pymoe.nn.apply_experts import Activation
-from pymoe.nn.stacked_experts import StackedExperts, handlers, spread_before_loading
+from pymoe.nn.stacked_experts import StackedExperts, handlers, on_load
 
 
 def register() -> None:
@@ -30,8 +32,8 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     """Return the description of an experts module behind transformers' interface; None for other modules.
 
     Raises:
-        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised, or
-            holds experts outside of the interface; or transformers has spread it over ranks.
+        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised by
+            another package, or holds experts outside of the interface; or transformers has spread it over ranks.
     """
     if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
         raise ValueError(
@@ -50,10 +52,12 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     if flags.normed:
         raise ValueError(f"shard: experts must have no norm after every expert, got {kind}, which has post_expert_norm")
     name = "gate_up_proj" if flags.gated else "up_proj"
-    if not all(isinstance(getattr(module, one, None), Tensor) for one in (name, "down_proj")):
-        raise ValueError(f"shard: experts must have whole weights, got {kind} with quantised ones")
+    weights = [getattr(module, one, None) for one in (name, "down_proj")]
+    packed = all(isinstance(one, QuantizedLinear) for one in weights)
+    if not packed and not all(isinstance(one, Tensor) for one in weights):
+        raise ValueError(f"shard: experts must have weights in tensors or quantised by pymoe, got {kind} with others")
     biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
-    return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
+    return StackedExperts((name, "down_proj", *biases), flags.transposed and not packed, _activation)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -61,20 +65,29 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(getattr(module, "described", None), StackedExperts)
 
 
-def spread_model(model: nn.Module, quantizer: object) -> bool:
-    """Spread the experts of a model before its weights are read; return whether a user has asked for that."""
-    spread = spread_before_loading.get()
-    if spread is None:
+def spread_model(model: nn.Module, quantizer: Any) -> bool:
+    """Spread the experts of a model before its weights are read, or let its quantizer keep this rank's alone.
+
+    Returns:
+        Whether a user has asked for that.
+    """
+    loading = on_load.get()
+    if loading is None or not loading.begins(model):
         return False
-    if quantizer is not None:
+    if quantizer is None:
+        loading.spread(model)
+    elif isinstance(quantizer, PymoeQuantizer):
+        quantizer.own = loading.own
+    else:
         raise ValueError(
-            f"from_pretrained: expected experts that are not quantised for ranks, got a {type(quantizer).__name__}"
+            f"from_pretrained: expected experts for ranks that pymoe or nobody quantises, got a "
+            f"{type(quantizer).__name__}; pass a quantization_config=PymoeConfig(...) that keeps its format"
         )
-    return spread(model)
+    return True
 
 
 def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
-    """Check that a rank has its experts. A rank without experts has nothing to read, so fill its parameters.
+    """Check that a rank has its experts, and spread those that are quantised. A rank without experts has nothing to read, so fill its parameters.
 
     Args:
         model: a model whose weights have been read.
@@ -87,7 +100,10 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
         ValueError: the files lack weights of experts.
         RuntimeError: transformers has put whole weights in the place of this rank's.
     """
-    filled = set()
+    loading, filled = on_load.get(), set()
+    if loading is not None and not any(map(is_sharded, model.modules())):
+        loading.spread(model)  # its quantizer has read this rank's experts alone
+        return filled
     for path, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)) if is_sharded(module) else ():
             name, spread = f"{path}.{own}".lstrip("."), cast("Any", parameter)
