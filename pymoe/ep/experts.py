@@ -105,7 +105,7 @@ class ExpertShards(nn.Module):
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        own = [self._local_parameter(name) for name in self.parameter_names]
+        own: list[Any] = [self._local_parameter(name) for name in self.parameter_names]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
@@ -146,9 +146,8 @@ class ExpertShards(nn.Module):
                 destination[prefix + name] = in_expert_order(placed, self.sharding)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        packed = [
-            (f"{name}.packed", layer.packed) for name, layer in self.named_children() if isinstance(layer, QuantizedLinear)
-        ]
+        layers = {name: one for name, one in self.named_children() if isinstance(one, QuantizedLinear)}
+        packed = [(f"{name}.packed", layer.packed) for name, layer in layers.items()]
         for name, parameter in [*self.named_parameters(recurse=False), *packed]:
             given: Any = state_dict.get(prefix + name)
             known = isinstance(given, DTensor) or type(given) in (Tensor, nn.Parameter)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from experts_modules import differing, loss_of, text, tiny
 from failures import WRONG, told
 from rank_setup import full, groups
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import configuration
 
-from benchmarks.layers.checkpoints import AnonymousMemory
+from benchmarks.layers.checkpoints import AnonymousMemory, write_gpt_oss
 from pymoe import ep
 from pymoe.integrations.transformers import PymoeConfig
 
@@ -80,6 +81,33 @@ def outputs(model, tokens):
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
 
 
+def read_packed(rank, world, folder, over, config, gguf=None):
+    """Return what differs from quantised experts that one process has read, and the number of this rank's experts."""
+    group = groups()[over]
+    if rank >= over:
+        return None
+    options = {} if config is None else {"quantization_config": PymoeConfig(**config)}
+    options |= {} if gguf is None else {"gguf_file": gguf}
+    cls = transformers.AutoModelForCausalLM
+    with in_float32():
+        whole = cls.from_pretrained(folder, **options)
+        with ep.shard_on_load(group, chunks=2):
+            spread = cls.from_pretrained(folder, **options)
+    expected = everything(whole)
+    packed = [name for name in expected if name.endswith("proj.packed") and ".experts." in name]
+    experts = [one for one in spread.modules() if isinstance(one, ep.ShardedModule)]
+    own = experts[0].sharding.own_experts
+    for name in packed:
+        part = everything(spread)[name].to_local()
+        assert part.shape == (len(own), *expected[name].shape[1:])
+        assert part.untyped_storage().nbytes() == part.nbytes or config is None  # the files' own bytes stay mapped
+    found = {key: full(value) for key, value in everything(spread).items()}
+    tokens = text(over)[0]
+    y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
+    apart = (y - z).abs().max() > 1e-4 * z.abs().max()
+    return [*differing(found, expected), *(["output"] if apart else [])], len(packed)
+
+
 def few_experts(rank, world, folder, name):
     """Return what differs on four ranks from one process, with two experts, and the number of this rank's experts."""
     kind = {"mixtral": transformers.MixtralConfig, "gpt_oss": transformers.GptOssConfig}[name]
@@ -109,6 +137,36 @@ def saved_again(rank, world, name, folder, again):
             model.save_pretrained(again, state_dict=state)
     dist.barrier()
     return differing(in_files(again), in_files(folder))
+
+
+def packed_again(rank, world, folder, again):
+    """Read a packed model on three ranks and save it; return what differs in the files, and in a DCP loaded on two."""
+    cls, three, two = transformers.AutoModelForCausalLM, groups()[3], groups()[2]
+    if rank < 3:
+        with in_float32(), ep.shard_on_load(three):
+            model = cls.from_pretrained(folder)
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if rank == 0:
+            model.save_pretrained(again, state_dict=state)
+        dcp.save(get_model_state_dict(model), checkpoint_id=f"{again}/dcp", process_group=three)
+    dist.barrier()
+    wrong = differing(in_files(again), in_files(folder))
+    if rank < 2:
+        with in_float32():
+            whole, fresh = cls.from_pretrained(folder), cls.from_pretrained(folder)
+        ep.shard(fresh, two)
+        for tensor in everything(fresh).values():
+            tensor.detach().zero_()
+        state = get_model_state_dict(fresh)
+        dcp.load(state, checkpoint_id=f"{again}/dcp", process_group=two)
+        set_model_state_dict(fresh, state)
+        found = {key: full(value) for key, value in fresh.state_dict().items()}
+        wrong += differing(found, whole.state_dict())
+        for tensor in everything(fresh).values():
+            tensor.detach().zero_()
+        fresh.load_state_dict(whole.state_dict())
+        wrong += differing({key: full(value) for key, value in fresh.state_dict().items()}, whole.state_dict())
+    return wrong
 
 
 def in_files(folder):
@@ -151,6 +209,10 @@ def refused(rank, world, folder, what):
             model.model.norm.weight[3] += 1
         model.save_pretrained(folder / "other")  # transformers writes on the first rank alone
         folder = folder / "other" if rank == WRONG else folder
+    elif what == "quantised":
+        folder = folder / "mxfp4"
+        if rank == 0:
+            write_gpt_oss(folder, layers=1, hidden=128, ffn=128, experts=4, vocabulary=128)
     elif what == "no folder" and rank == WRONG:
         folder = folder / "none"
     elif what == "damaged experts" and rank == 0:
@@ -167,11 +229,9 @@ def refused(rank, world, folder, what):
             if what == "nothing":
                 return
             options = {} if what == "eager" else {"experts_implementation": "pymoe"}
-            if what == "quantised":
-                options["quantization_config"] = PymoeConfig(bits=4)
             if what == "wrong sizes":
                 options |= {"num_local_experts": 7, "ignore_mismatched_sizes": True}
-            cls.from_pretrained(folder, **options)
+            transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
             if what == "two":
                 cls.from_pretrained(folder, **options)
 

@@ -7,13 +7,15 @@ import loaded_parts
 import pytest
 from failures import WRONG
 from test_transformers import REFUSED
-from transformers import GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformers"))
 
+import integer_files
 from experts_classes import experts_classes
 
-from benchmarks.layers.checkpoints import write_checkpoint, write_qwen3_moe
+from benchmarks.layers.checkpoints import write_checkpoint, write_gpt_oss, write_qwen3_moe
+from pymoe.integrations.transformers import PymoeConfig
 
 FEW = ["mixtral", "gpt_oss", "nemotron_h", "qwen3_moe"]
 """Files with a tensor for each expert, with stacked and transposed weights and biases, and without a gate."""
@@ -56,11 +58,60 @@ def test_what_ranks_have_read_is_saved_as_it_was(ranks, tmp_path, name):
     assert ranks.run(loaded_parts.saved_again, name=name, **folders) == [[]] * 4
 
 
+MIXTRAL = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 5, "num_hidden_layers": 2}
+MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "num_experts_per_tok": 2}
+QWEN = {"layers": 2, "hidden": 128, "ffn": 64, "experts": 5, "vocabulary": 128, "choices": 2}
+GPT_OSS = {"layers": 2, "hidden": 128, "ffn": 128, "experts": 5, "vocabulary": 128, "choices": 2}
+
+
+def write_packed(folder):
+    """Write what a model saves that was quantised while it was read."""
+    write_qwen3_moe(folder / "whole", **QWEN)
+    config = PymoeConfig(bits=4, linear_bits=8)
+    model = AutoModelForCausalLM.from_pretrained(folder / "whole", quantization_config=config)
+    model.save_pretrained(folder / "packed")
+    return folder / "packed"
+
+
+def write_published(kind, folder):
+    """Write a folder in a format, and return it and what must be passed to read it."""
+    if kind == "while read":
+        write_qwen3_moe(folder / "whole", **QWEN)
+        return folder / "whole", {"bits": 4, "linear_bits": 8}
+    if kind == "saved":
+        return write_packed(folder), None
+    if kind == "mxfp4":
+        write_gpt_oss(folder / "published", **GPT_OSS)
+        return folder / "published", {"bits": 4, "format": "mxfp"}
+    published, _ = integer_files.write(folder, MixtralConfig(**MIXTRAL), kind, 4, 128)
+    return published, {"bits": 4, "format": "affine"}
+
+
+@pytest.mark.thinned(usual=3)
+@pytest.mark.parametrize("over", [2, 3])
+@pytest.mark.parametrize("kind", ["while read", "saved", "mxfp4", "gptq", "compressed"])
+def test_quantised_experts_are_read_by_parts(ranks, tmp_path, kind, over):
+    folder, config = write_published(kind, tmp_path)
+    same(ranks.run(loaded_parts.read_packed, folder=str(folder), over=over, config=config))
+
+
+@pytest.mark.parametrize("kind", ["while read", "saved"])
+def test_a_rank_without_quantised_experts(ranks, tmp_path, kind):
+    """Five experts on four ranks are two, two, one and none."""
+    folder, config = write_published(kind, tmp_path)
+    same(ranks.run(loaded_parts.read_packed, folder=str(folder), over=4, config=config))
+
+
 def write_stacked(folder, layers, hidden, ffn, experts, vocabulary):
     """Write a GPT-OSS in bfloat16, whose files have stacked experts; return the bytes of all weights."""
     sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_local_experts": experts, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "pad_token_id": 0}
     return write_checkpoint(folder, GptOssConfig(num_hidden_layers=layers, **sizes, **heads))
+
+
+def test_packed_experts_are_saved_as_they_were(ranks, tmp_path):
+    folders = {"folder": str(write_packed(tmp_path)), "again": str(tmp_path / "again")}
+    assert ranks.run(loaded_parts.packed_again, **folders) == [[]] * 4
 
 
 @pytest.mark.only_on("cpu")
@@ -85,7 +136,7 @@ def test_a_rank_needs_memory_for_its_share_and_one_layer(ranks, tmp_path, write,
         ("nothing", "ValueError", "from_pretrained must load a model in the context, got none"),
         ("two", "ValueError", "one model must be loaded in the context, got MixtralForCausalLM and MixtralForCausalLM"),
         ("eager", "ValueError", "must run with experts_implementation='pymoe', got "),
-        ("quantised", "ValueError", "experts that are not quantised for ranks, got a PymoeQuantizer"),
+        ("quantised", "ValueError", "experts for ranks that pymoe or nobody quantises, got a Mxfp4HfQuantizer"),
         ("another checkpoint", "GroupError", "all ranks of the group must have the same weight 'model.norm.weight'"),
     ],
 )
@@ -97,7 +148,11 @@ def test_what_cannot_be_read_by_parts_is_refused(ranks, tmp_path, what, kind, te
 
 @pytest.mark.parametrize(
     ("what", "wrong", "text"),
-    [("no folder", WRONG, "Repo id must"), ("damaged experts", 3, "for every expert of the model, got none")],
+    [
+        ("no folder", WRONG, "Repo id must"),
+        ("damaged experts", 3, "for every expert of the model, got none"),
+        ("wrong sizes", 0, "for every expert of the model, got none"),
+    ],
 )
 def test_a_rank_that_cannot_read_tells_the_others(ranks, tmp_path, what, wrong, text):
     for rank, said in enumerate(ranks.run(loaded_parts.refused, folder=str(tmp_path), what=what)):

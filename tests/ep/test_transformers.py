@@ -147,7 +147,11 @@ def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
         ("twice", "ValueError", "layers must not be sharded yet, got 'experts' on 4 ranks"),
         ("outside", "ValueError", "behind transformers' interface, got those of Llama4TextMoe, which are outside"),
         ("no experts", "ValueError", "must hold a pymoe.nn.MoE, or experts of transformers (which are found once"),
-        ("quantised by others", "ValueError", "weights in tensors or quantised by pymoe, got MixtralExperts with others"),
+        (
+            "quantised by others",
+            "ValueError",
+            "in tensors or quantised by pymoe, got MixtralExperts with others",
+        ),
         ("clones of quantised", "ValueError", "clones must be 0 for quantised experts, got 1 and 'experts'"),
         ("quantised ones that move", "ValueError", "experts must not be quantised, got those of 'experts'"),
         ("quantised later", "ValueError", "with weights that are spread over ranks"),

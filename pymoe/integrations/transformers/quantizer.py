@@ -78,6 +78,8 @@ class PymoeQuantizer(HfQuantizer):
         """Errors of other weights, by name."""
         self.own: Callable[[int], slice] | None = None
         """Takes a number of experts, and returns those to keep of a stacked weight; None to keep all."""
+        self.state_to_save: Any = None
+        """The state dict that ``save_pretrained`` was given, while it runs; None for the model's own."""
         self._hooks: list[RemovableHandle] = []
         self._tensors: set[str] = set()
         """Names of the tensors of quantised weights in files whose format is one of rows."""
@@ -258,7 +260,9 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.gguf = self._config = self.own = None  # the model holds its quantizer, and copies of the model would copy the file
+        self.gguf = self._config = self.own = (
+            None  # the model holds its quantizer, and copies of the model would copy the file
+        )
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
@@ -280,7 +284,8 @@ class PymoeQuantizer(HfQuantizer):
         """Return the state that ``save_pretrained`` writes, under the names in the files, and metadata."""
         if interface.saves_adapter_alone(model):
             return None, {}
-        state = model.state_dict()
+        given, self.state_to_save = self.state_to_save, None
+        state = model.state_dict() if given is None else dict(given)
         for name, _ in _quantised(model):
             state[name] = state.pop(f"{name}.packed")
         endings = [f".{name}{ending}" for name in WEIGHTS for ending in ("", ".sizes")]
@@ -573,6 +578,7 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     config = PymoeConfig(*(formats.pop() if len(formats) == 1 else (None, AS_STORED)), linear_bits=linear_bits)
     if quantizer is None or quantizer.quantization_config.to_dict() != config.to_dict():
         interface.mark_quantized(model, PymoeQuantizer(config, pre_quantized=True))
+    interface.quantizer_of(model).state_to_save = state_dict
 
 
 def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:

@@ -87,7 +87,9 @@ def spread_model(model: nn.Module, quantizer: Any) -> bool:
 
 
 def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
-    """Check that a rank has its experts, and spread those that are quantised. A rank without experts has nothing to read, so fill its parameters.
+    """Check that a rank has its experts, and spread those that are quantised.
+
+    A rank without experts has nothing to read, so fill its parameters.
 
     Args:
         model: a model whose weights have been read.
@@ -100,7 +102,8 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
         ValueError: the files lack weights of experts.
         RuntimeError: transformers has put whole weights in the place of this rank's.
     """
-    loading, filled = on_load.get(), set()
+    filled: set[str] = set()
+    loading = on_load.get()
     if loading is not None and not any(map(is_sharded, model.modules())):
         loading.spread(model)  # its quantizer has read this rank's experts alone
         return filled
