@@ -30,7 +30,8 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
     every tensor of experts, the part of this rank: whole tensors for single experts, slices of stacked ones. So the
     peak of a rank's memory is its own share of the model and one layer of that share, besides pages of mapped files.
     Weights of the model are those that ``from_pretrained`` and :func:`shard` give one after the other. All other
-    weights are on every rank.
+    weights are on every rank. With a ``PymoeConfig``, or files that pymoe has saved, each layer's experts are packed or
+    taken from the file as in one process, and cut to this rank's: a layer's part of the peak is the whole layer.
 
     One model is loaded in a context. If this fails on one rank, every rank raises at the end of the context or before.
 
@@ -39,8 +40,8 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
         options: the other arguments of :func:`shard`.
 
     Raises:
-        ValueError: no model was loaded, or several; the model was quantised; the checkpoint lacks weights of experts,
-            which transformers would initialise with random numbers; or :func:`shard` refuses the model.
+        ValueError: no model was loaded, or several; another package quantises it; the checkpoint lacks weights of
+            experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model.
         RuntimeError: transformers cannot read only a part of the weights, as in versions that are too old.
         GroupError: the ranks differ in weights that all of them have, or another rank failed.
     """

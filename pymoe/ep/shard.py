@@ -62,12 +62,14 @@ def shard(
     after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
     this holds if the choices and their weights, which come from transformers' router, are those of one process;
     gradients of these weights have its bits, too. An activation that pymoe does not fuse must compute every row from
-    that row alone.
+    that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`) keep their packed weights, of
+    which each rank has its experts' (``packed`` becomes a DTensor); they take no ``clones`` and do not move.
 
     Args:
-        model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
-            their ``experts`` are refused. So are experts of transformers outside of its interface, with a norm after
-            every expert, with an adapter, or with parameters that other modules share.
+        model: any module; layers inside that are quantised (``MoE`` with ``QuantizedExperts``), of subclasses of
+            ``MoE`` or ``Experts``, or with hooks on their ``experts`` are refused. So are experts of transformers
+            outside of its interface, with a norm after every expert, with an adapter, or with parameters that other
+            modules share.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
