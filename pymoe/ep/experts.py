@@ -28,8 +28,12 @@ from pymoe.ep.sharding import (
     position_layout,
 )
 from pymoe.nn.experts import Experts
+from pymoe.nn.low_rank import LowRank, add_adapters
 from pymoe.nn.options import Backend, operators
 from pymoe.nn.quantized_experts import QuantizedLinear
+
+Adapters = tuple[Sequence[LowRank], Sequence[LowRank]]
+"""The adapters of both products."""
 
 all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 """Every ExpertShards of this process."""
@@ -93,6 +97,7 @@ class ExpertShards(nn.Module):
         dispatcher: TokenDispatcher,
         activate: Callable[[Tensor], Tensor],
         meanwhile: Callable[[], None] | None = None,
+        adapters: Adapters = ((), ()),
     ) -> tuple[Tensor, ...]:
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
@@ -101,16 +106,22 @@ class ExpertShards(nn.Module):
             dispatcher: the dispatcher of the call.
             activate: computes the rows between the two products, each from its own row alone.
             meanwhile: work to do after the exchange of the weights of clones has begun.
+            adapters: adapters of all E experts, for both products; none with clones.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
         own: list[Any] = [self._local_parameter(name) for name in self.parameter_names]
         by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
+        adapters_of = [self._own_adapters(adapters, chunk) for chunk in range(self.sharding.chunks)]
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
                 start_combine(
-                    self._apply_by_index(dispatcher.wait(handles, chunk), activate, *parts), dispatcher.combine, chunk
+                    self._apply_by_index(
+                        dispatcher.wait(handles, chunk), activate, *parts, adapters=adapters_of[chunk]
+                    ),
+                    dispatcher.combine,
+                    chunk,
                 )
                 for chunk, parts in enumerate(by_chunk)
             )
@@ -120,12 +131,13 @@ class ExpertShards(nn.Module):
             meanwhile()
         back = []
         for chunk, handle in enumerate(handles):
-            parts: Sequence[Any]
             if broadcast is not None and chunk == self.sharding.chunks:
                 rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
+                own_adapters: Adapters = ((), ())
             else:
                 rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
-            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts)
+                own_adapters = adapters_of[chunk]
+            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts, adapters=own_adapters)
             back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
 
@@ -181,23 +193,24 @@ class ExpertShards(nn.Module):
         w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
+        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, which the plan determines."""
         if _number(w_in) == 0:
-            return _without_experts(rows, w_in, w_out, b_in, b_out)
+            return _without_experts(rows, w_in, w_out, b_in, b_out, *_tensors(adapters))
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
-        # sorted rows; nor do products with quantised weights take others.
+        # sorted rows; nor do products with quantised weights and adapters take others.
         ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
         sorted_rows = number == 1 or plan.sharding.ranks == 1
-        moves = (rows.is_cuda or isinstance(w_in, QuantizedWeight)) and not sorted_rows
+        moves = (rows.is_cuda or isinstance(w_in, QuantizedWeight) or any(adapters)) and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
-        inner = activate(self._product(inner, w_in, routing.offsets, b_in, order))
-        outer = self._product(inner, w_out, routing.offsets, b_out, order)
+        inner = activate(self._product(inner, w_in, routing.offsets, b_in, adapters[0], order))
+        outer = self._product(inner, w_out, routing.offsets, b_out, adapters[1], order)
         return ops.combine(outer, routing) if moves else outer
 
     def _apply_by_index(
@@ -208,6 +221,7 @@ class ExpertShards(nn.Module):
         w_out: Tensor,
         b_in: Tensor | None,
         b_out: Tensor | None,
+        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
 
@@ -216,12 +230,12 @@ class ExpertShards(nn.Module):
         """
         rows, indices, weights, max_computed = received
         if _number(w_in) == 0:
-            return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
+            return _without_experts(rows, w_in, w_out, b_in, b_out, weights, *_tensors(adapters))
         ops = operators(self.backend)
         slot, token, offsets = ops.build_routing(indices, _number(w_in), foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
-        inner = activate(self._product(ops.dispatch(rows, routing), w_in, offsets, b_in))
-        outer = self._product(inner, w_out, offsets, b_out)
+        inner = activate(self._product(ops.dispatch(rows, routing), w_in, offsets, b_in, adapters[0]))
+        outer = self._product(inner, w_out, offsets, b_out, adapters[1])
         combined: Tensor = ops.combine(outer, routing, weights)
         return combined
 
@@ -231,16 +245,31 @@ class ExpertShards(nn.Module):
         weight: Tensor | QuantizedWeight,
         offsets: Tensor,
         bias: Tensor | None,
+        adapters: Sequence[LowRank],
         order: Tensor | None = None,
     ) -> Tensor:
-        """Return the products of rows with their experts' weights, plus biases."""
+        """Return the products of rows with their experts' weights, plus biases and adapters."""
         ops = operators(self.backend)
         result: Tensor
         if isinstance(weight, QuantizedWeight):
             result = ops.quantized_linear(rows, weight, offsets, None if bias is None else bias.to(rows.dtype))
         else:
             result = ops.grouped_linear(rows, self.operand(weight), offsets, bias, order=order)
-        return result
+        return add_adapters(result, rows, offsets, adapters)
+
+    def _own_adapters(self, adapters: Adapters, chunk: int) -> Adapters:
+        """Return the adapters of the experts that this rank has in a chunk."""
+        own = self.sharding.chunk_experts[chunk][self.sharding.rank]
+
+        def part(stacked: Tensor) -> Tensor:
+            if isinstance(own, range):  # a view keeps the strides, on which the rounding of products depends
+                return stacked[own.start : own.stop]
+            return stacked[torch.tensor(own, dtype=torch.int64, device=stacked.device)]
+
+        def of(one: LowRank) -> LowRank:
+            return LowRank(part(one.down), part(one.up), one.scaling)
+
+        return [of(one) for one in adapters[0]], [of(one) for one in adapters[1]]
 
     def _local_parameter(self, name: str | None) -> Tensor | QuantizedWeight | None:
         """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
@@ -315,6 +344,10 @@ class ShardedExperts(ExpertShards, Experts):
                     positions = position_layout(parameter, self.sharding).own
                     order = self.sharding.order or range(self.num_experts)
                     _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
+
+
+def _tensors(adapters: Adapters) -> list[Tensor]:
+    return [tensor for of_weight in adapters for one in of_weight for tensor in (one.down, one.up)]
 
 
 def _number(weight: Tensor | QuantizedWeight) -> int:

@@ -62,7 +62,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """
         with ExpertCall(self) as call:
             check_mode()
-            activation = self.described.activation(self)
+            activation, adapters = self.described.activation(self), self.described.adapters(self)
+            if any(adapters) and self.sharding.clones:
+                raise ValueError("MoE: experts with adapters must have no clones, got clones in pymoe.ep.shard")
             rows_TH = self._rows(hidden_states)
             check_choice(rows_TH, top_k_index, top_k_weights)
             check_parameters(self.sharding, self, None, rows_TH)
@@ -70,14 +72,16 @@ class ShardedModule(ShardedLayer, ExpertShards):
             load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
             weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
             kind = "its own" if callable(activation) else activation
-            options = "experts", type(self).__name__, "activation", kind
+            widths = " and ".join(", ".join(str(one.up.shape[2]) for one in of_weight) for of_weight in adapters)
+            options = "experts", type(self).__name__, "activation", kind, "ranks of adapters", widths
             call.begin(rows_TH, Gate(weights_TK, top_k_index.int(), load), None, options)
 
             def activated(rows: Tensor) -> Tensor:
                 return activate(rows, activation).to(rows.dtype)
 
             y_TH = call.finish(
-                lambda handles, dispatcher, _: self.apply_to_chunks(handles, dispatcher, activated), weights_TK
+                lambda handles, dispatcher, _: self.apply_to_chunks(handles, dispatcher, activated, adapters=adapters),
+                weights_TK,
             )
         return y_TH.to(hidden_states.dtype)
 

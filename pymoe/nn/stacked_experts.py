@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pymoe.nn.apply_experts import Activation
+from pymoe.nn.low_rank import LowRank
 
 
 class StackedExperts(NamedTuple):
@@ -26,6 +27,8 @@ class StackedExperts(NamedTuple):
     """True if the weights are (E, in, out) instead of (E, out, in)."""
     activation: Callable[[Any], Activation]
     """Takes the module, and returns the activation of its next call. It raises if the module would not run."""
+    adapters: Callable[[Any], tuple[Sequence[LowRank], Sequence[LowRank]]]
+    """Takes the module, and returns the adapters of both weights for its next call, of all experts."""
 
 
 Handler = Callable[[nn.Module], StackedExperts | None]

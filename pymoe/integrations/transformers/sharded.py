@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, place
+from pymoe.integrations.transformers.adapters import take
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedLinear
 from pymoe.nn.apply_experts import Activation
+from pymoe.nn.low_rank import LowRank
 from pymoe.nn.stacked_experts import StackedExperts, handlers, on_load
 
 
@@ -57,7 +60,7 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     if not packed and not all(isinstance(one, Tensor) for one in weights):
         raise ValueError(f"shard: experts must have weights in tensors or quantised by pymoe, got {kind} with others")
     biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
-    return StackedExperts((name, "down_proj", *biases), flags.transposed and not packed, _activation)
+    return StackedExperts((name, "down_proj", *biases), flags.transposed and not packed, _activation, _adapters)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -144,6 +147,11 @@ def check_saved_whole(model: nn.Module, state_dict: object) -> None:
 def _activation(module: Any) -> Activation:
     _check_implementation(module)
     return activation_of(module)
+
+
+def _adapters(module: Any) -> tuple[Sequence[LowRank], Sequence[LowRank]]:
+    lent = take(module)
+    return lent.get(module.described.names[0], []), lent.get("down_proj", [])
 
 
 def _check_implementation(module: Any) -> None:
