@@ -112,16 +112,12 @@ class ExpertShards(nn.Module):
             Handles of the results that are being sent back, one for each chunk.
         """
         own: list[Any] = [self._local_parameter(name) for name in self.parameter_names]
-        by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
-        adapters_of = [self._own_adapters(adapters, chunk) for chunk in range(self.sharding.chunks)]
+        stacked = zip(*map(self._split_by_chunk, own), strict=True)
+        by_chunk = [(*parts, self._own_adapters(adapters, chunk)) for chunk, parts in enumerate(stacked)]
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
                 start_combine(
-                    self._apply_by_index(
-                        dispatcher.wait(handles, chunk), activate, *parts, adapters=adapters_of[chunk]
-                    ),
-                    dispatcher.combine,
-                    chunk,
+                    self._apply_by_index(dispatcher.wait(handles, chunk), activate, *parts), dispatcher.combine, chunk
                 )
                 for chunk, parts in enumerate(by_chunk)
             )
@@ -131,13 +127,13 @@ class ExpertShards(nn.Module):
             meanwhile()
         back = []
         for chunk, handle in enumerate(handles):
+            parts: Sequence[Any]
             if broadcast is not None and chunk == self.sharding.chunks:
                 rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
-                own_adapters: Adapters = ((), ())
+                parts = *parts, ((), ())
             else:
                 rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
-                own_adapters = adapters_of[chunk]
-            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts, adapters=own_adapters)
+            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts)
             back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
 
@@ -217,8 +213,8 @@ class ExpertShards(nn.Module):
         self,
         received: IndexedRows,
         activate: Callable[[Tensor], Tensor],
-        w_in: Tensor,
-        w_out: Tensor,
+        w_in: Tensor | QuantizedWeight,
+        w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
         adapters: Adapters,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from experts_modules import TOKENS, built, differing, inputs, loss_of, text, tiny
 from failures import WRONG, told
+from loaded_parts import from_folder, outputs, written
 from rank_setup import groups, mesh_of
 from safetensors.torch import load_file
 
@@ -122,6 +123,20 @@ def trained(rank, world, name, folder):
         len(load_file(f"{folder}/adapter_model.safetensors")),
         ((y - z).abs().max() / z.abs().max()).item(),
     )
+
+
+def read(rank, world, folder):
+    """Return how far outputs are from one process, of a model that is read by parts with an adapter of its experts."""
+    cls = written(f"{folder}/model", "mixtral")
+    names = [f"mlp.experts.{one}" for one in NAMES]
+    whole = adapt(from_folder(cls, f"{folder}/model"), target_modules=["o_proj"], target_parameters=names).eval()
+    if rank == 0:
+        whole.save_pretrained(f"{folder}/adapter")
+    dist.barrier()
+    spread = from_folder(cls, f"{folder}/adapter", dist.group.WORLD)
+    tokens = text(world)[0]
+    y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
+    return ((y - z).abs().max() / z.abs().max()).item(), len(trained_adapters(spread))
 
 
 def refused(rank, world, what):

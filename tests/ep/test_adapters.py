@@ -26,6 +26,12 @@ def test_training_equals_one_process_and_files_are_pefts(ranks, tmp_path, name):
         assert outputs < 1e-9
 
 
+def test_a_model_is_read_by_parts_with_its_adapter(ranks, tmp_path):
+    for apart, tensors in ranks.run(adapted_parts.read, folder=str(tmp_path)):
+        assert apart < 1e-4
+        assert tensors == 2 * 2 * 3
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
