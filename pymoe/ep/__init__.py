@@ -12,6 +12,7 @@ from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.failures import GroupError
 from pymoe.ep.gradients import clip_grad_norm_, data_parallel
 from pymoe.ep.layer import ShardedMoE
+from pymoe.ep.loading import shard_on_load
 from pymoe.ep.modules import ShardedModule
 from pymoe.ep.redistribute import redistribute
 from pymoe.ep.shard import shard
@@ -27,4 +28,5 @@ __all__ = [
     "data_parallel",
     "redistribute",
     "shard",
+    "shard_on_load",
 ]

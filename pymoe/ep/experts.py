@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pymoe._common.types import Routing
+from pymoe._common.types import QuantizedWeight, Routing
 from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
 from pymoe.ep.clones import WeightBroadcast
 from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
@@ -28,7 +28,12 @@ from pymoe.ep.sharding import (
     position_layout,
 )
 from pymoe.nn.experts import Experts
+from pymoe.nn.low_rank import LowRank, add_adapters
 from pymoe.nn.options import Backend, operators
+from pymoe.nn.quantized_experts import QuantizedLinear
+
+Adapters = tuple[Sequence[LowRank], Sequence[LowRank]]
+"""The adapters of both products."""
 
 all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 """Every ExpertShards of this process."""
@@ -65,17 +70,26 @@ class ExpertShards(nn.Module):
         self.sharding = sharding
         all_sharded_experts.add(self)
         for name in self.parameter_names:
-            if name is not None and (whole := getattr(self, name)) is not None:
+            whole = None if name is None else getattr(self, name)
+            if isinstance(whole, QuantizedLinear):
+                whole.packed = _own_part(whole.packed, sharding)
+            elif name is not None and whole is not None:
                 if id(whole) not in made:
-                    made[id(whole)] = _own_part(whole, sharding)
+                    made[id(whole)] = nn.Parameter(_own_part(whole, sharding), requires_grad=whole.requires_grad)
                     mark_replaced(whole, "shard")
                 setattr(self, name, made[id(whole)])
 
     def stacked(self) -> dict[str, Tensor]:
-        """Return the parameters by the names of :data:`PARAMETERS`."""
+        """Return the parameters by the names of :data:`PARAMETERS`, except for quantised ones."""
         found = zip(PARAMETERS, self.parameter_names, strict=True)
         whole = {kind: None if name is None else getattr(self, name) for kind, name in found}
-        return {kind: parameter for kind, parameter in whole.items() if parameter is not None}
+        return {kind: parameter for kind, parameter in whole.items() if isinstance(parameter, Tensor)}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether a :class:`pymoe.nn.QuantizedLinear`, whose ``packed`` is a DTensor, holds each weight."""
+        name = self.parameter_names[0]
+        return name is not None and isinstance(getattr(self, name), QuantizedLinear)
 
     def apply_to_chunks(
         self,
@@ -83,6 +97,7 @@ class ExpertShards(nn.Module):
         dispatcher: TokenDispatcher,
         activate: Callable[[Tensor], Tensor],
         meanwhile: Callable[[], None] | None = None,
+        adapters: Adapters = ((), ()),
     ) -> tuple[Tensor, ...]:
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
@@ -91,12 +106,14 @@ class ExpertShards(nn.Module):
             dispatcher: the dispatcher of the call.
             activate: computes the rows between the two products, each from its own row alone.
             meanwhile: work to do after the exchange of the weights of clones has begun.
+            adapters: adapters of all E experts, for both products; none with clones.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        own = [self._local_parameter(name) for name in self.parameter_names]
-        by_chunk: list[Sequence[Any]] = list(zip(*map(self._split_by_chunk, own), strict=True))
+        own: list[Any] = [self._local_parameter(name) for name in self.parameter_names]
+        stacked = zip(*map(self._split_by_chunk, own), strict=True)
+        by_chunk = [(*parts, self._own_adapters(adapters, chunk)) for chunk, parts in enumerate(stacked)]
         if isinstance(dispatcher, IndexedDispatcher):
             return tuple(
                 start_combine(
@@ -113,17 +130,16 @@ class ExpertShards(nn.Module):
             parts: Sequence[Any]
             if broadcast is not None and chunk == self.sharding.chunks:
                 rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
+                parts = *parts, ((), ())
             else:
                 rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
             computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts)
             back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
 
-    def operands(
-        self, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return parts of the parameters as the products take them: weights (n, out, in) and biases (n, out)."""
-        return w_in, w_out, b_in, b_out
+    def operand(self, weight: Tensor) -> Tensor:
+        """Return a part of a weight as the products take it: (n, out, in)."""
+        return weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled object, and add it to :data:`all_sharded_experts`."""
@@ -138,7 +154,9 @@ class ExpertShards(nn.Module):
                 destination[prefix + name] = in_expert_order(placed, self.sharding)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, parameter in self.named_parameters(recurse=False):
+        layers = {name: one for name, one in self.named_children() if isinstance(one, QuantizedLinear)}
+        packed = [(f"{name}.packed", layer.packed) for name, layer in layers.items()]
+        for name, parameter in [*self.named_parameters(recurse=False), *packed]:
             given: Any = state_dict.get(prefix + name)
             known = isinstance(given, DTensor) or type(given) in (Tensor, nn.Parameter)
             if known and isinstance(parameter, DTensor) and given.shape == parameter.shape:
@@ -167,38 +185,39 @@ class ExpertShards(nn.Module):
         chunk: int,
         plan: RowPlan,
         activate: Callable[[Tensor], Tensor],
-        w_in: Tensor,
-        w_out: Tensor,
+        w_in: Tensor | QuantizedWeight,
+        w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
+        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, which the plan determines."""
-        if w_in.shape[0] == 0:
-            return _without_experts(rows, w_in, w_out, b_in, b_out)
-        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
+        if _number(w_in) == 0:
+            return _without_experts(rows, w_in, w_out, b_in, b_out, *_tensors(adapters))
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
-        # sorted rows.
+        # sorted rows; nor do products with quantised weights and adapters take others.
         ops = operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
         sorted_rows = number == 1 or plan.sharding.ranks == 1
-        moves = rows.is_cuda and not sorted_rows
+        moves = (rows.is_cuda or isinstance(w_in, QuantizedWeight) or any(adapters)) and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
-        inner = activate(ops.grouped_linear(inner, w_in, routing.offsets, b_in, order=order))
-        outer: Tensor = ops.grouped_linear(inner, w_out, routing.offsets, b_out, order=order)
+        inner = activate(self._product(inner, w_in, routing.offsets, b_in, adapters[0], order))
+        outer = self._product(inner, w_out, routing.offsets, b_out, adapters[1], order)
         return ops.combine(outer, routing) if moves else outer
 
     def _apply_by_index(
         self,
         received: IndexedRows,
         activate: Callable[[Tensor], Tensor],
-        w_in: Tensor,
-        w_out: Tensor,
+        w_in: Tensor | QuantizedWeight,
+        w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
+        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
 
@@ -206,29 +225,65 @@ class ExpertShards(nn.Module):
         the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
-        if w_in.shape[0] == 0:
-            return _without_experts(rows, w_in, w_out, b_in, b_out, weights)
-        w_in, w_out, b_in, b_out = self.operands(w_in, w_out, b_in, b_out)
+        if _number(w_in) == 0:
+            return _without_experts(rows, w_in, w_out, b_in, b_out, weights, *_tensors(adapters))
         ops = operators(self.backend)
-        slot, token, offsets = ops.build_routing(indices, w_in.shape[0], foreign_experts=True)
+        slot, token, offsets = ops.build_routing(indices, _number(w_in), foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
-        inner = activate(ops.grouped_linear(ops.dispatch(rows, routing), w_in, offsets, b_in))
-        outer = ops.grouped_linear(inner, w_out, offsets, b_out)
+        inner = activate(self._product(ops.dispatch(rows, routing), w_in, offsets, b_in, adapters[0]))
+        outer = self._product(inner, w_out, offsets, b_out, adapters[1])
         combined: Tensor = ops.combine(outer, routing, weights)
         return combined
 
-    def _local_parameter(self, name: str | None) -> Tensor | None:
+    def _product(
+        self,
+        rows: Tensor,
+        weight: Tensor | QuantizedWeight,
+        offsets: Tensor,
+        bias: Tensor | None,
+        adapters: Sequence[LowRank],
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Return the products of rows with their experts' weights, plus biases and adapters."""
+        ops = operators(self.backend)
+        result: Tensor
+        if isinstance(weight, QuantizedWeight):
+            result = ops.quantized_linear(rows, weight, offsets, None if bias is None else bias.to(rows.dtype))
+        else:
+            result = ops.grouped_linear(rows, self.operand(weight), offsets, bias, order=order)
+        return add_adapters(result, rows, offsets, adapters)
+
+    def _own_adapters(self, adapters: Adapters, chunk: int) -> Adapters:
+        """Return the adapters of the experts that this rank has in a chunk."""
+        own = self.sharding.chunk_experts[chunk][self.sharding.rank]
+
+        def part(stacked: Tensor) -> Tensor:
+            if isinstance(own, range):  # a view keeps the strides, on which the rounding of products depends
+                return stacked[own.start : own.stop]
+            return stacked[torch.tensor(own, dtype=torch.int64, device=stacked.device)]
+
+        def of(one: LowRank) -> LowRank:
+            return LowRank(part(one.down), part(one.up), one.scaling)
+
+        return [of(one) for one in adapters[0]], [of(one) for one in adapters[1]]
+
+    def _local_parameter(self, name: str | None) -> Tensor | QuantizedWeight | None:
         """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
         parameter = None if name is None else getattr(self, name)
+        if isinstance(parameter, QuantizedLinear):
+            weight = parameter.quantized_weight
+            return weight._replace(packed=local_tensor(weight.packed))
         return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
 
-    def _split_by_chunk(self, own: Tensor | None) -> Sequence[Tensor | None]:
+    def _split_by_chunk(self, own: Any) -> Sequence[Any]:
         """Return a parameter of this rank's experts, split into one part for each chunk."""
         chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
         if chunks == 1:
             return [own]
+        if isinstance(own, QuantizedWeight):
+            return [own._replace(packed=part) for part in self._split_by_chunk(own.packed)]
         return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
 
     def _with_divided_gradient(self, local: Tensor) -> Tensor:
@@ -287,13 +342,22 @@ class ShardedExperts(ExpertShards, Experts):
                     _draw(parameter.shape, bound, local_data(parameter), [order[place] for place in positions])
 
 
-def _without_experts(rows: Tensor, *parts: Tensor | None) -> Tensor:
+def _tensors(adapters: Adapters) -> list[Tensor]:
+    return [tensor for of_weight in adapters for one in of_weight for tensor in (one.down, one.up)]
+
+
+def _number(weight: Tensor | QuantizedWeight) -> int:
+    """Return the number of experts of a weight."""
+    return (weight.packed if isinstance(weight, QuantizedWeight) else weight).shape[0]
+
+
+def _without_experts(rows: Tensor, *parts: Tensor | QuantizedWeight | None) -> Tensor:
     """Return the empty tensor ``rows`` with a history that leads to ``parts``, the parameters and weights.
 
     So these get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
     are summed, because the gradient of a plain sum has strides of 0, and autograd would copy such a DTensor.
     """
-    nothing: Any = sum(part.flatten().sum() for part in parts if part is not None)
+    nothing: Any = sum(part.flatten().sum() for part in parts if isinstance(part, Tensor))
     return rows + torch.as_tensor(nothing).to(rows.dtype)
 
 
@@ -310,15 +374,12 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
             local[places[expert]] = drawn
 
 
-def _own_part(whole: nn.Parameter, sharding: ExpertSharding) -> nn.Parameter:
-    own = sharding.ranges[sharding.rank]
-    part = whole.detach()[own.start : own.stop].clone(memory_format=torch.contiguous_format)
-    sharded = DTensor.from_local(
-        part,
-        sharding.mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
-    )
-    return nn.Parameter(sharded, requires_grad=whole.requires_grad)
+def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
+    """Return a DTensor that has this rank's experts alone; ``whole`` may have been cut to these already."""
+    own, part = sharding.ranges[sharding.rank], whole.detach()
+    if part.shape[0] == sharding.num_experts:
+        part = part[own.start : own.stop].clone(memory_format=torch.contiguous_format)
+    assert part.shape[0] == len(own)
+    shape = sharding.num_experts, *part.shape[1:]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, sharding.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

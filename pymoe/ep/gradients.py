@@ -285,8 +285,8 @@ def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: Device
     assert_same_on_all_ranks("data_parallel", group, {"layer": seen}, None)
     first = dist.get_process_group_ranks(group)[0]
     for one in experts.values():
-        for parameter in one.parameters():
-            own = local_data(parameter)
+        for stacked in [*one.parameters(), *one.buffers()]:
+            own = local_data(stacked)
             if own.numel() and not own.is_meta:
                 dist.broadcast(own, first, group=group)
 
@@ -310,7 +310,11 @@ def _ddp(
     experts: dict[str, ExpertShards],
     options: dict[str, Any],
 ) -> DistributedDataParallel:
-    sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.named_parameters()]
+    sharded = [
+        f"{name}.{own}".lstrip(".")
+        for name, one in experts.items()
+        for own, _ in [*one.named_parameters(), *one.named_buffers()]
+    ]
     ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sharded]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = DistributedDataParallel(model, process_group=data_parallel_mesh.get_group(), **options)

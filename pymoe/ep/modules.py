@@ -15,9 +15,10 @@ from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled, c
 from pymoe._common.types import Gate
 from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.experts import ExpertShards
-from pymoe.ep.sharding import ExpertSharding, local_tensor
+from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.apply_experts import activate, check_choice
-from pymoe.nn.plain_calls import attached_to
+from pymoe.nn.plain_calls import attached_to, is_called_plainly
+from pymoe.nn.quantized_experts import QuantizedLinear
 from pymoe.nn.stacked_experts import StackedExperts, handlers
 
 
@@ -61,7 +62,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """
         with ExpertCall(self) as call:
             check_mode()
-            activation = self.described.activation(self)
+            activation, adapters = self.described.activation(self), self.described.adapters(self)
+            if any(adapters) and self.sharding.clones:
+                raise ValueError("MoE: experts with adapters must have no clones, got clones in pymoe.ep.shard")
             rows_TH = self._rows(hidden_states)
             check_choice(rows_TH, top_k_index, top_k_weights)
             check_parameters(self.sharding, self, None, rows_TH)
@@ -69,14 +72,16 @@ class ShardedModule(ShardedLayer, ExpertShards):
             load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
             weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
             kind = "its own" if callable(activation) else activation
-            options = "experts", type(self).__name__, "activation", kind
+            widths = " and ".join(", ".join(str(one.up.shape[2]) for one in of_weight) for of_weight in adapters)
+            options = "experts", type(self).__name__, "activation", kind, "ranks of adapters", widths
             call.begin(rows_TH, Gate(weights_TK, top_k_index.int(), load), None, options)
 
             def activated(rows: Tensor) -> Tensor:
                 return activate(rows, activation).to(rows.dtype)
 
             y_TH = call.finish(
-                lambda handles, dispatcher, _: self.apply_to_chunks(handles, dispatcher, activated), weights_TK
+                lambda handles, dispatcher, _: self.apply_to_chunks(handles, dispatcher, activated, adapters=adapters),
+                weights_TK,
             )
         return y_TH.to(hidden_states.dtype)
 
@@ -90,27 +95,28 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """
         self.described = described
         self.parameter_names = described.names
-        self._sizes = {name: getattr(self, name).shape[1:] for name in described.names if name is not None}
+        names = (name for name in described.names if name is not None)
+        # Products with quantised weights check their own operands, and biases may have another dtype than the rows.
+        self._sizes = {} if self.is_quantized else {name: getattr(self, name).shape[1:] for name in names}
         self.shard_parameters(sharding, made)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, without the leading size E."""
         return self._sizes
 
-    def operands(
-        self, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        if self.described.transposed:
-            w_in, w_out = w_in.transpose(1, 2), w_out.transpose(1, 2)
-        return w_in, w_out, b_in, b_out
+    def operand(self, weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2) if self.described.transposed else weight
 
     def _rows(self, hidden_states: Tensor) -> Tensor:
         """Return the rows as they travel: in the dtype in which they are multiplied by the weights."""
         checks.floating("MoE", "hidden_states", hidden_states)
         checks.rank("MoE", "hidden_states", hidden_states, "(T, H)")
         checks.size("MoE", "hidden_states", hidden_states, 1, hidden_size_of(self, self.described), "H of the experts")
-        weight = local_tensor(getattr(self, self.described.names[0]))
-        rows = hidden_states if autocast_enabled(hidden_states.device.type) else hidden_states.to(weight.dtype)
+        rows = hidden_states
+        if self.is_quantized:
+            rows = rows.float() if rows.dtype == torch.float64 else rows
+        elif not autocast_enabled(rows.device.type):
+            rows = rows.to(getattr(self, self.described.names[0]).dtype)
         (rows,) = cast_operands(rows)  # type: ignore[assignment]
         return rows
 
@@ -166,10 +172,32 @@ def modules_of(model: nn.Module) -> dict[str, tuple[nn.Module, StackedExperts]]:
     return found
 
 
+def is_quantized(module: nn.Module, described: StackedExperts) -> bool:
+    """Return whether the weights of experts are quantised."""
+    return isinstance(getattr(module, described.names[0]), QuantizedLinear)
+
+
 def hidden_size_of(module: nn.Module, described: StackedExperts) -> int:
     """Return H, the width of the rows of experts."""
-    size: int = getattr(module, described.names[0]).shape[1 if described.transposed else 2]
+    weight = getattr(module, described.names[0])
+    if isinstance(weight, QuantizedLinear):
+        return weight.input_features
+    size: int = weight.shape[1 if described.transposed else 2]
     return size
+
+
+def num_experts_of(module: nn.Module, described: StackedExperts) -> int:
+    """Return E, the number of experts."""
+    weight = getattr(module, described.names[0])
+    number: int = weight.num_experts if isinstance(weight, QuantizedLinear) else weight.shape[0]
+    return number
+
+
+def device_of(module: nn.Module, described: StackedExperts) -> torch.device:
+    """Return the device of the experts."""
+    weight = getattr(module, described.names[0])
+    device: torch.device = (weight.packed if isinstance(weight, QuantizedLinear) else weight).device
+    return device
 
 
 def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
@@ -184,7 +212,9 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
             f"offloading gives them; remove it first"
         )
     parameters: dict[str, Any] = dict(module.named_parameters())
-    names = [one for one in described.names if one is not None]
+    weights = [getattr(module, one) for one in described.names[:2]]
+    quantized = [one for one in weights if isinstance(one, QuantizedLinear)]
+    names = [one for one in described.names[2 if quantized else 0 :] if one is not None]
     if set(parameters) != set(names):
         raise ValueError(
             f"shard: experts must have only the parameters {' and '.join(names)}, got {name!r} with "
@@ -195,7 +225,10 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
             f"shard: experts must have whole parameters, got {name!r} with parameters that are spread over ranks "
             f"already, as fully_shard and tensor parallelism leave them; shard first"
         )
-    w_in, w_out = parameters[names[0]], parameters[names[1]]
+    if quantized:
+        _check_quantized(name, quantized)
+        return
+    w_in, w_out = weights
     for one in names:
         if parameters[one].dtype not in FLOATING or parameters[one].dtype != w_in.dtype:
             seen = ", ".join(str(parameters[other].dtype).removeprefix("torch.") for other in names)
@@ -206,3 +239,17 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
         raise ValueError(f"shard: experts must return rows as wide as those they take, got {name!r} with {shapes}")
     if len({shape[0] for shape in shapes}) > 1:
         raise ValueError(f"shard: parameters must be stacked along the same experts, got {name!r} with {shapes}")
+
+
+def _check_quantized(name: str, weights: list[QuantizedLinear]) -> None:
+    if any(isinstance(one.packed, DTensor) for one in weights):
+        raise ValueError(f"shard: experts must have whole weights, got {name!r} with weights that are on ranks already")
+    if len(weights) != 2 or not all(is_called_plainly(one, QuantizedLinear) for one in weights):
+        raise ValueError(
+            f"shard: quantised experts must have two QuantizedLinear that nothing is attached to, got {name!r} without"
+        )
+    w_in, w_out = weights
+    if (w_in.num_experts, w_in.input_features) != (w_out.num_experts, w_out.output_features):
+        raise ValueError(
+            f"shard: experts must return rows as wide as those they take, got {name!r} with {w_in} and {w_out}"
+        )

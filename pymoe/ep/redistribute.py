@@ -239,6 +239,8 @@ def _several(optimizer: Any) -> list[Optimizer]:
 def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_StackedTensor]:
     """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
     sharding = experts.sharding
+    if experts.is_quantized:
+        raise ValueError(f"redistribute: experts must not be quantised, got those of {sharding.title}")
     plain = range(sharding.num_experts)
     found = []
     for name, parameter in experts.named_parameters():

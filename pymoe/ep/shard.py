@@ -20,7 +20,7 @@ from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
-from pymoe.ep.modules import hidden_size_of, modules_of, sharded_class
+from pymoe.ep.modules import device_of, hidden_size_of, is_quantized, modules_of, num_experts_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
@@ -72,12 +72,14 @@ def shard(
     after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
     this holds if the choices and their weights, which come from transformers' router, are those of one process;
     gradients of these weights have its bits, too. An activation that pymoe does not fuse must compute every row from
-    that row alone.
+    that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`) keep their packed weights, of
+    which each rank has its experts' (``packed`` becomes a DTensor); they take no ``clones`` and do not move.
 
     Args:
-        model: any module; layers inside that are quantised, of subclasses of ``MoE`` or ``Experts``, or with hooks on
-            their ``experts`` are refused. So are experts of transformers outside of its interface, with a norm after
-            every expert, with an adapter, or with parameters that other modules share.
+        model: any module; layers inside that are quantised (``MoE`` with ``QuantizedExperts``), of subclasses of
+            ``MoE`` or ``Experts``, or with hooks on their ``experts`` are refused. So are experts of transformers
+            outside of its interface, with a norm after every expert, with an adapter, or with parameters that other
+            modules share.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
@@ -159,8 +161,11 @@ def shard(
             raise ValueError(f"shard: clones must be 0 with deduplicate=True, got {clones}")
         layers, modules = _layers_of(model), modules_of(model)
         _check_found(model, layers, modules, scope)
+        packed = [name for name, (module, one) in modules.items() if is_quantized(module, one)]
+        if packed and clones:
+            raise ValueError(f"shard: clones must be 0 for quantised experts, got {clones} and {packed[0]!r}")
         numbers = [layer.num_experts for layer in layers.values()]
-        numbers += [next(module.parameters()).shape[0] for module, _ in modules.values()]
+        numbers += [num_experts_of(*one) for one in modules.values()]
         if transport == "padded":
             _check_padded(mesh, numbers, chunks, room, clones, deduplicate)
     except (TypeError, ValueError) as error:
@@ -216,14 +221,15 @@ def shard(
         if transport == "padded":
             sharded.notes = device_notes(sharding, layer.router.weight.device)
     for name, (module, experts_of_module) in modules.items():
-        first = next(module.parameters())
-        sharding = sharding_of(name, first.shape[0], module.parameters(), hidden_size_of(module, experts_of_module))
+        device = device_of(module, experts_of_module)
+        number_of = num_experts_of(module, experts_of_module)
+        sharding = sharding_of(name, number_of, module.parameters(), hidden_size_of(module, experts_of_module))
         sharded = module
         kind: Any = type(module)
         sharded.__class__ = sharded_class(kind)
         sharded.spread(experts_of_module, sharding, made)
         if transport == "padded":
-            sharded.notes = device_notes(sharding, first.device)
+            sharded.notes = device_notes(sharding, device)
     return model
 
 
@@ -335,10 +341,10 @@ def _described(layer: MoE) -> dict[str, Any]:
     copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
     if layer.shared is not None:
         copies |= {f"shared.{name}": one for name, one in layer.shared.named_parameters()}
-    return said | {f"checksum of {name}": _checksum(tensor) for name, tensor in copies.items()}
+    return said | {f"checksum of {name}": checksum(tensor) for name, tensor in copies.items()}
 
 
-def _checksum(tensor: Tensor) -> int | None:
+def checksum(tensor: Tensor) -> int | None:
     """Return a checksum of a tensor's bits, in their order; None if it has no memory."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if whole.is_meta:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pymoe.nn.apply_experts import Activation
+from pymoe.nn.low_rank import LowRank
 
 
 class StackedExperts(NamedTuple):
@@ -20,11 +22,13 @@ class StackedExperts(NamedTuple):
 
     names: tuple[str, str, str | None, str | None]
     """The names of the parameters that :func:`pymoe.nn.apply_experts` calls ``w_in``, ``w_out``, ``b_in`` and
-    ``b_out``; None for biases that there are not."""
+    ``b_out``; None for biases that there are not. Both weights may be a :class:`pymoe.nn.QuantizedLinear`."""
     transposed: bool
     """True if the weights are (E, in, out) instead of (E, out, in)."""
     activation: Callable[[Any], Activation]
     """Takes the module, and returns the activation of its next call. It raises if the module would not run."""
+    adapters: Callable[[Any], tuple[Sequence[LowRank], Sequence[LowRank]]]
+    """Takes the module, and returns the adapters of both weights for its next call, of all experts."""
 
 
 Handler = Callable[[nn.Module], StackedExperts | None]
@@ -33,3 +37,18 @@ Handler = Callable[[nn.Module], StackedExperts | None]
 
 handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
+
+
+class OnLoad(NamedTuple):
+    """Describes how the model that an integration is about to load is spread over ranks."""
+
+    begins: Callable[[nn.Module], bool]
+    """Takes a model on the meta device; returns whether its weights will be read, not those of an adapter."""
+    spread: Callable[[nn.Module], object]
+    """Spreads its experts over the ranks, in place. Quantised weights may have this rank's experts alone."""
+    own: Callable[[int], slice]
+    """Takes a number of experts; returns those of this rank."""
+
+
+on_load: ContextVar[OnLoad | None] = ContextVar("on_load", default=None)
+"""None if models are loaded whole."""

@@ -94,6 +94,26 @@ def one(rank, world, name, over, dtype="float32", **way):
     }
 
 
+def quantised(rank, world, name, over, bits, format, dtype="float32", **way):
+    """Return what differs from one process, with quantised experts, and the number of this rank's experts."""
+    group = groups()[over]
+    if rank >= over:
+        return None
+    whole = torch.nn.ModuleDict({"experts": built(name, dtype)}).eval()
+    parts = inputs(whole["experts"], over)
+    quantize_experts(whole, bits, format)
+    spread = ep.shard(copy.deepcopy(whole), group, **way)["experts"]
+    whole = whole["experts"]
+    expected = results(whole, *map(torch.cat, zip(*parts, strict=True)))
+    found = results(spread, *parts[rank])
+    for own in ("y", "dx", "dweights"):
+        expected[own] = expected[own].split(TOKENS[:over])[rank]
+    number = len(spread.sharding.own_experts)
+    assert spread.down_proj.packed.to_local().shape[0] == number
+    state = {key: full(value) for key, value in spread.state_dict().items()}
+    return differing(found, expected) + differing(state, whole.state_dict())
+
+
 def moved(rank, world, name, over):
     """Return what differs from one process after experts have moved to other ranks; None outside of the group."""
     group = groups()[over]
@@ -382,9 +402,16 @@ def refused(rank, world, what):
         model["experts"] = built_outside()
     elif what == "no experts":
         model = torch.nn.Linear(2, 2)
-    elif what == "quantised":
-        experts.eval()
-        quantize_experts(model, 8)
+    elif what == "quantised by others":
+        del experts.down_proj
+        experts.down_proj = torch.nn.Linear(2, 2)
+    elif what == "clones of quantised":
+        quantize_experts(model.eval(), 8)
+        options["clones"] = 1
+    elif what == "quantised ones that move":
+        quantize_experts(model.eval(), 8)
+        ep.shard(model, dist.group.WORLD)
+        return told(ep.redistribute, model, shuffled(EXPERTS, world))
     elif what == "quantised later":
         ep.shard(model, dist.group.WORLD)
         return told(quantize_experts, model, 8)

@@ -43,6 +43,21 @@ def test_all_classes_have_the_bits_of_one_process(ranks, name, dtype):
     equal(ranks, experts_modules.one, name=name, over=3, dtype=dtype)
 
 
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("bits", "format", "way"),
+    [
+        (4, "int", {"over": 2}),
+        (8, "int", {"over": 3, "chunks": 2, "dtype": "bfloat16"}),
+        (4, "mxfp", {"over": 4}),
+        (8, "fp", PADDED),
+    ],
+    ids=str,
+)
+def test_quantised_experts_on_ranks_have_the_bits_of_one_process(ranks, name, bits, format, way):
+    equal(ranks, experts_modules.quantised, name=name, bits=bits, format=format, **way)
+
+
 @pytest.mark.parametrize("name", FEW[:2])
 def test_clones_change_gradients_of_experts_by_rounding_alone(ranks, name):
     for found in ranks.run(experts_modules.one, name=name, over=4, clones=2, min_rows_to_clone=1):
@@ -132,7 +147,13 @@ def test_save_pretrained_takes_a_whole_state_dict(ranks, tmp_path):
         ("twice", "ValueError", "layers must not be sharded yet, got 'experts' on 4 ranks"),
         ("outside", "ValueError", "behind transformers' interface, got those of Llama4TextMoe, which are outside"),
         ("no experts", "ValueError", "must hold a pymoe.nn.MoE, or experts of transformers (which are found once"),
-        ("quantised", "ValueError", "must have whole weights, got MixtralExperts with quantised ones"),
+        (
+            "quantised by others",
+            "ValueError",
+            "in tensors or quantised by pymoe, got MixtralExperts with others",
+        ),
+        ("clones of quantised", "ValueError", "clones must be 0 for quantised experts, got 1 and 'experts'"),
+        ("quantised ones that move", "ValueError", "experts must not be quantised, got those of 'experts'"),
         ("quantised later", "ValueError", "with weights that are spread over ranks"),
         ("norm", "ValueError", "no norm after every expert, got MuseSparkExperts, which has post_expert_norm"),
         ("transformers' own", "ValueError", "got MixtralExperts with transformers' own expert or tensor parallelism"),

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from pymoe import ops
 from pymoe.nn.apply_experts import Activation, Networks, activate
+from pymoe.nn.low_rank import LowRank, add_adapters
 
 _LENT = "_pymoe_adapters"
 """Name of an attribute that an experts module has during a call, before its forward takes the adapters."""
-
-
-class LowRank(NamedTuple):
-    """Describes an adapter of E linear layers (LoRA, arXiv 2106.09685)."""
-
-    down: Tensor
-    """(E, r, H), any floating dtype and strides."""
-    up: Tensor
-    """(E, N, r), any floating dtype and strides."""
-    scaling: float
 
 
 Adapters = dict[str, list[LowRank]]
@@ -72,11 +62,7 @@ def adapted(product: Product, adapters: Sequence[LowRank]) -> Product:
     """Return a product to which adapters are added, in the dtype of its rows."""
 
     def with_adapters(rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        y = product(rows, offsets, bias)
-        for down, up, scaling in adapters:
-            inner = ops.grouped_linear(rows, down.to(rows.dtype), offsets) * scaling
-            y = y + ops.grouped_linear(inner, up.to(rows.dtype), offsets)
-        return y
+        return add_adapters(product(rows, offsets, bias), rows, offsets, adapters)
 
     return with_adapters if adapters else product
 

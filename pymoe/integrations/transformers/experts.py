@@ -16,10 +16,11 @@ from pymoe._common import checks
 from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
-from pymoe.integrations.transformers.adapters import LowRank, Product, adapted, networks_of, take
+from pymoe.integrations.transformers.adapters import Product, adapted, networks_of, take
 from pymoe.integrations.transformers.quantized import run_quantized_experts
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.apply_experts import Activation, apply_networks
+from pymoe.nn.low_rank import LowRank
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -151,6 +151,38 @@ def call_before_saving(prepare: Callable[[Any, Any], None]) -> None:
     PreTrainedModel.save_pretrained = save_pretrained
 
 
+@functools.cache
+def call_around_loading(before: Callable[[Any, Any], bool], after: Callable[[Any, set[str]], set[str]]) -> None:
+    """Make ``from_pretrained`` of all models call functions before and after it reads weights.
+
+    transformers has no hook there except for models that are quantised, so its method is wrapped, once for all models.
+
+    Args:
+        before: takes the model, whose parameters have no memory, and its quantizer or None. If it returns false,
+            ``after`` is not called.
+        after: takes the model, and the names of the tensors that were not read, or have a wrong size in the files.
+            Returns the names of those that it has filled.
+    """
+    from transformers import PreTrainedModel
+
+    load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
+
+    @functools.wraps(load)
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **named: Any
+    ) -> Any:
+        spread = before(model, load_config.hf_quantizer)
+        found = load(model, state_dict, checkpoint_files, load_config, **named)
+        if spread:
+            report = found[0]
+            for name in after(model, report.missing_keys | {name for name, *_ in report.mismatched_keys}):
+                report.missing_keys.discard(name)
+                report.conversion_errors.pop(name, None)
+        return found
+
+    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)
+
+
 def saves_adapter_alone(model: Any) -> bool:
     """Return whether ``save_pretrained`` writes the adapter that a model has, and none of its own weights."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
@@ -415,5 +447,5 @@ def quantizer_of(model: Any) -> Any:
 
 
 def mark_initialized(layer: Any) -> None:
-    """Keep transformers from initialising a module that is in the place of a parameter with random numbers."""
+    """Keep transformers from initialising a parameter, or a module in the place of one, with random numbers."""
     layer._is_hf_initialized = True

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
-from pymoe.integrations.transformers.adapters import LowRank, lend
+from pymoe.integrations.transformers.adapters import lend
 from pymoe.integrations.transformers.sharded import is_sharded
 from pymoe.integrations.transformers.switch import OnPymoe
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
+from pymoe.nn.low_rank import LowRank
 
 MODULE = "peft.tuners.lora.model"
 """The module that is changed, once it has been imported with all that it imports."""
@@ -101,15 +102,15 @@ def _change_wrapper(kind: Any) -> None:
     def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
         active = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
-        if active and is_sharded(experts):
-            raise ValueError(
-                f"LoRA: expected experts that are on one rank, got {type(experts).__name__}, which pymoe.ep.shard has "
-                f"spread over ranks; adapt other layers only"
-            )
         packed = isinstance(getattr(experts, self.parameter_name), QuantizedLinear)
         if active and (packed or _is_by_rows(experts, self.parameter_name)):
             with lend(experts, self.parameter_name, [_low_rank(self, experts, name) for name in active]):
                 yield
+        elif active and is_sharded(experts):
+            raise ValueError(
+                f"LoRA: expected stacked weights of experts that are on ranks, got {self.parameter_name!r} of "
+                f"{type(experts).__name__}; adapt {' and '.join(stacked_names(experts))} only"
+            )
         else:
             with activate(self, active_adapters):
                 yield
@@ -208,6 +209,11 @@ def _change_model(kind: Any, dense_layer: Any) -> None:
     def _check_merge_allowed(self: Any) -> None:
         for name, module in self.model.named_modules():
             layer = module.get_base_layer() if hasattr(module, "get_base_layer") else None
+            if layer is not None and is_sharded(layer):
+                raise ValueError(
+                    f"merge_adapter: expected experts on one rank, got {name!r}, which pymoe.ep.shard has spread over "
+                    f"ranks; save the adapter, and merge it into the whole model"
+                )
             layer = getattr(layer, getattr(module, "parameter_name", ""), layer)
             if isinstance(layer, QuantizedLinear):
                 raise ValueError(

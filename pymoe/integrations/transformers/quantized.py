@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from pymoe._common.dtypes import cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import followed_by_cast
-from pymoe.integrations.transformers.adapters import LowRank, adapted, networks_of
+from pymoe.integrations.transformers.adapters import adapted, networks_of
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.apply_experts import Activation, apply_networks
+from pymoe.nn.low_rank import LowRank
 from pymoe.nn.plain_calls import is_called_plainly
 from pymoe.nn.quantized_experts import handlers
 

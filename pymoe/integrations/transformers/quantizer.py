@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ from pymoe.integrations.transformers.configuration import PymoeConfig, configura
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.integrations.transformers.stored_format import AS_STORED, WEIGHT, Format, StoredRows, opened
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts
+from pymoe.ops import quantize_weight
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names that stacked weights have in all models."""
@@ -78,6 +79,10 @@ class PymoeQuantizer(HfQuantizer):
         """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
         """Errors of other weights, by name."""
+        self.own: Callable[[int], slice] | None = None
+        """Takes a number of experts, and returns those to keep of a stacked weight; None to keep all."""
+        self.state_to_save: Any = None
+        """The state dict that ``save_pretrained`` was given, while it runs; None for the model's own."""
         self._hooks: list[RemovableHandle] = []
         self._tensors: set[str] = set()
         """Names of the tensors of quantised weights in files whose format is one of rows."""
@@ -208,6 +213,11 @@ class PymoeQuantizer(HfQuantizer):
             mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
         return mapped.view(packed.shape).copy_(packed)
 
+    def kept(self, layer: QuantizedLinear) -> slice:
+        """Return the experts of a weight that are kept."""
+        alone = self.own is None or isinstance(layer, QuantizedDenseLinear)
+        return slice(None) if alone else self.own(layer.num_experts)  # type: ignore[misc]
+
     def get_quantize_ops(self) -> Any:
         return Pack(self)
 
@@ -282,7 +292,8 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.gguf = self._config = None  # the model holds its quantizer, and copies of the model would copy the file
+        # The model holds its quantizer, and copies of the model would copy the file.
+        self.gguf = self._config = self.own = None
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
         for name in sorted(self.weights - self.packed - self.faults.keys()):
@@ -305,7 +316,8 @@ class PymoeQuantizer(HfQuantizer):
         """Return the state that ``save_pretrained`` writes, under the names in the files, and metadata."""
         if interface.saves_adapter_alone(model):
             return None, {}
-        state = model.state_dict()
+        given, self.state_to_save = self.state_to_save, None
+        state = model.state_dict() if given is None else dict(given)
         for name, _ in _quantised(model):
             state[name] = state.pop(f"{name}.packed")
         endings = [f".{name}{ending}" for name in WEIGHTS for ending in ("", ".sizes")]
@@ -375,7 +387,11 @@ class Pack(_Known):
         else:
             if interface.flags(experts).transposed:
                 weight = weight.transpose(1, 2)
-            layer = QuantizedLinear.from_weight(weight, config.bits, format=config.format).eval()
+            number, outputs, inputs = weight.shape
+            form = {"bits": config.bits, "format": config.format}
+            layer = QuantizedLinear(inputs, outputs, number, **form, device="meta").eval()
+            weight = weight[self.hf_quantizer.kept(layer)]
+            layer.packed = quantize_weight(weight, config.bits, config.format).packed
             delattr(experts, own)
             setattr(experts, own, layer)
         layer.packed = self.hf_quantizer.in_folder(layer.packed)
@@ -385,6 +401,9 @@ class Pack(_Known):
 
 class _Takes(_Known):
     """Takes weights from files; subclasses say how their packed bytes are made of the files' tensors."""
+
+    mapped = False
+    """True if the bytes are the file's own, which are mapped and take no memory."""
 
     @abstractmethod
     def packed(
@@ -413,7 +432,11 @@ class _Takes(_Known):
         layer = named["model"].get_submodule(path)
         named |= {"full_layer_name": full_layer_name, "missing_keys": missing_keys}
         try:
-            packed = quantizer.in_folder(self.packed(name, layer, input_dict, **named))
+            packed = self.packed(name, layer, input_dict, **named)
+            if (kept := quantizer.kept(layer)) != slice(None):
+                layer.packed, packed = layer.packed[kept], packed[kept]
+                packed = packed if self.mapped else packed.clone()  # the other experts' bytes are freed
+            packed = quantizer.in_folder(packed)
         except (OSError, ValueError) as error:
             quantizer.faults[name] = str(error)
             return {}
@@ -423,6 +446,8 @@ class _Takes(_Known):
 
 class Take(_Takes):
     """Takes packed weights from a file unchanged."""
+
+    mapped = True
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
@@ -591,6 +616,7 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     config = PymoeConfig(*(formats.pop() if len(formats) == 1 else (None, AS_STORED)), linear_bits=linear_bits)
     if quantizer is None or quantizer.quantization_config.to_dict() != config.to_dict():
         interface.mark_quantized(model, PymoeQuantizer(config, pre_quantized=True))
+    interface.quantizer_of(model).state_to_save = state_dict
 
 
 def _quantised(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:

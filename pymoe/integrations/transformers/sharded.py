@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, place
+from pymoe.integrations.transformers.adapters import take
 from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
+from pymoe.integrations.transformers.quantizer import PymoeQuantizer
+from pymoe.nn import QuantizedLinear
 from pymoe.nn.apply_experts import Activation
-from pymoe.nn.stacked_experts import StackedExperts, handlers
+from pymoe.nn.low_rank import LowRank
+from pymoe.nn.stacked_experts import StackedExperts, handlers, on_load
 
 
 def register() -> None:
-    """Make :func:`pymoe.ep.shard` find the experts of transformers, and ``save_pretrained`` refuse parts of them.
+    """Make :func:`pymoe.ep.shard` find the experts of transformers, ``from_pretrained`` read only a rank's own experts,
+    and ``save_pretrained`` refuse parts of them.
 
     Further calls change nothing.
     """
     if stacked_experts not in handlers:
         handlers.append(stacked_experts)
     interface.call_before_saving(check_saved_whole)
+    interface.call_around_loading(spread_model, check_loaded)
 
 
 def stacked_experts(module: nn.Module) -> StackedExperts | None:
     """Return the description of an experts module behind transformers' interface; None for other modules.
 
     Raises:
-        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised, or
-            holds experts outside of the interface; or transformers has spread it over ranks.
+        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised by
+            another package, or holds experts outside of the interface; or transformers has spread it over ranks.
     """
     if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
         raise ValueError(
@@ -47,15 +55,80 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     if flags.normed:
         raise ValueError(f"shard: experts must have no norm after every expert, got {kind}, which has post_expert_norm")
     name = "gate_up_proj" if flags.gated else "up_proj"
-    if not all(isinstance(getattr(module, one, None), Tensor) for one in (name, "down_proj")):
-        raise ValueError(f"shard: experts must have whole weights, got {kind} with quantised ones")
+    weights = [getattr(module, one, None) for one in (name, "down_proj")]
+    packed = all(isinstance(one, QuantizedLinear) for one in weights)
+    if not packed and not all(isinstance(one, Tensor) for one in weights):
+        raise ValueError(f"shard: experts must have weights in tensors or quantised by pymoe, got {kind} with others")
     biases = (f"{name}_bias", "down_proj_bias") if flags.biased else (None, None)
-    return StackedExperts((name, "down_proj", *biases), flags.transposed, _activation)
+    return StackedExperts((name, "down_proj", *biases), flags.transposed and not packed, _activation, _adapters)
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return whether :func:`pymoe.ep.shard` has spread the experts of a module over ranks."""
     return isinstance(getattr(module, "described", None), StackedExperts)
+
+
+def spread_model(model: nn.Module, quantizer: Any) -> bool:
+    """Spread the experts of a model before its weights are read, or let its quantizer keep this rank's alone.
+
+    Returns:
+        Whether a user has asked for that.
+    """
+    loading = on_load.get()
+    if loading is None or not loading.begins(model):
+        return False
+    if quantizer is None:
+        loading.spread(model)
+    elif isinstance(quantizer, PymoeQuantizer):
+        quantizer.own = loading.own
+    else:
+        raise ValueError(
+            f"from_pretrained: expected experts for ranks that pymoe or nobody quantises, got a "
+            f"{type(quantizer).__name__}; pass a quantization_config=PymoeConfig(...) that keeps its format"
+        )
+    return True
+
+
+def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
+    """Check that a rank has its experts, and spread those that are quantised.
+
+    A rank without experts has nothing to read, so fill its parameters.
+
+    Args:
+        model: a model whose weights have been read.
+        lacking: the names of the tensors that were not read, or have a wrong size in the files.
+
+    Returns:
+        The names of the parameters that have been filled.
+
+    Raises:
+        ValueError: the files lack weights of experts.
+        RuntimeError: transformers has put whole weights in the place of this rank's.
+    """
+    filled: set[str] = set()
+    loading = on_load.get()
+    if loading is not None and not any(map(is_sharded, model.modules())):
+        loading.spread(model)  # its quantizer has read this rank's experts alone
+        return filled
+    for path, module in model.named_modules():
+        for own, parameter in list(module.named_parameters(recurse=False)) if is_sharded(module) else ():
+            name, spread = f"{path}.{own}".lstrip("."), cast("Any", parameter)
+            if not hasattr(parameter, "full_tensor"):  # a DTensor has it; its class would be slow to import
+                raise RuntimeError(
+                    f"from_pretrained: expected a transformers that reads parts of weights, as version 5.23 does, got "
+                    f"the whole {name!r}"
+                )
+            if spread.to_local().numel() == 0:
+                empty = torch.empty_like(parameter, device=spread.device_mesh.device_type)
+                setattr(module, own, nn.Parameter(empty, parameter.requires_grad))
+                interface.mark_initialized(getattr(module, own))
+                filled.add(name)
+            elif name in lacking:
+                raise ValueError(
+                    f"from_pretrained: expected the checkpoint to have {name!r} for every expert of the model, got "
+                    f"none, another number of experts, or another size"
+                )
+    return filled
 
 
 def check_saved_whole(model: nn.Module, state_dict: object) -> None:
@@ -74,6 +147,11 @@ def check_saved_whole(model: nn.Module, state_dict: object) -> None:
 def _activation(module: Any) -> Activation:
     _check_implementation(module)
     return activation_of(module)
+
+
+def _adapters(module: Any) -> tuple[Sequence[LowRank], Sequence[LowRank]]:
+    lent = take(module)
+    return lent.get(module.described.names[0], []), lent.get("down_proj", [])
 
 
 def _check_implementation(module: Any) -> None:

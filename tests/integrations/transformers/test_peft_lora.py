@@ -344,11 +344,11 @@ def test_a_call_during_another_one_is_refused():
     assert_equal(logits(model), expected)
 
 
-def test_experts_on_several_ranks_are_refused():
-    model = adapt(build("olmoe"))
+def test_other_parameters_of_experts_on_several_ranks_are_refused():
+    model = adapt(build("gpt_oss"), target_parameters=["mlp.experts.down_proj_bias"])
     experts = model.get_submodule("base_model.model.model.layers.1.mlp.experts").get_base_layer()
     experts.described = sharded.stacked_experts(experts)  # as pymoe.ep.shard leaves it
-    with pytest.raises(ValueError, match=r"LoRA: expected experts that are on one rank, got OlmoeExperts"):
+    with pytest.raises(ValueError, match=r"LoRA: expected stacked weights .* got 'down_proj_bias' of GptOssExperts"):
         logits(model)
 
 

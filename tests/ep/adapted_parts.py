@@ -1,0 +1,151 @@
+"""Functions that the ranks run for test_adapters.py: LoRA of PEFT on experts that are on ranks."""
+
+import copy
+import warnings
+
+import peft
+import torch
+import torch.distributed as dist
+from experts_modules import TOKENS, built, differing, inputs, loss_of, text, tiny
+from failures import WRONG, told
+from loaded_parts import from_folder, outputs, written
+from rank_setup import groups, mesh_of
+from safetensors.torch import load_file
+
+from pymoe import ep
+from pymoe.nn import quantize_experts
+
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def adapt(model, seed=1, names=NAMES, **options):
+    """Return a model with adapters, of which both factors are random numbers."""
+    torch.manual_seed(seed)
+    targets = [f"experts.{name}" for name in names]
+    config = {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": targets, "init_lora_weights": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # plain modules have no configuration
+        return peft.get_peft_model(model, peft.LoraConfig(**(config | options)))
+
+
+class Holder(torch.nn.Module):
+    """Experts in a module that PEFT takes for a model."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *given):
+        return self.experts(*given)
+
+
+def trained_adapters(model):
+    return {name: one for name, one in model.named_parameters() if "lora_" in name}
+
+
+def outcome(model, x, index, weights, directions):
+    """Return the output, gradients of inputs, and of adapters by name."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = model(x, index, weights)
+    y.backward(directions)
+    found = {"y": y.detach(), "dx": x.grad, "dweights": weights.grad}
+    return found | {name: one.grad for name, one in trained_adapters(model).items()}
+
+
+def one(rank, world, name, over, dtype="float32", bits=None, several=False, **way):
+    """Return what differs on this rank from one process: bits of outputs, and of gradients summed over ranks."""
+    group = groups()[over]
+    if rank >= over:
+        return None
+    whole = Holder(built(name, dtype)).eval()
+    parts = inputs(whole.experts, over)
+    if bits:
+        quantize_experts(whole, bits)
+    spread = ep.shard(copy.deepcopy(whole), group, **way)
+    whole, spread = adapt(whole), adapt(spread)
+    if several:
+        for model in (whole, spread):
+            torch.manual_seed(2)
+            model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
+            model.base_model.set_adapter(["default", "second"])
+    expected = outcome(whole, *map(torch.cat, zip(*parts, strict=True)))
+    found = outcome(spread, *parts[rank])
+    for own in ("y", "dx", "dweights"):
+        expected[own] = expected[own].split(TOKENS[:over])[rank]
+    for key in trained_adapters(spread):
+        dist.all_reduce(found[key], group=group)
+    assert all(value.abs().sum() > 0 for key, value in expected.items() if "lora_" in key)
+    return differing(found, expected)
+
+
+def trained(rank, world, name, folder):
+    """Train adapters of experts and attention on four ranks.
+
+    Returns:
+        The largest differences of losses and adapters from one process, the number of tensors in the files that this
+        process reads, and the difference of outputs of a whole model with these files.
+    """
+    mesh = mesh_of(world)
+    whole, spread = tiny(name), ep.shard(tiny(name), mesh)
+    names = [f"mlp.experts.{one}" for one in NAMES]
+    options = {"target_modules": ["o_proj"], "target_parameters": names}
+    whole, spread = (
+        adapt(whole, **options),
+        adapt(spread, seed=1 if rank == 0 else 7, **options),
+    )  # DDP makes them equal
+    parallel = ep.data_parallel(spread, mesh)
+    optimizers = [
+        torch.optim.AdamW([part for part in one.parameters() if part.requires_grad], 0.003) for one in (whole, spread)
+    ]
+    apart = 0.0
+    for tokens in text(world, 3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected, mine = loss_of(whole, tokens.flatten(0, 1)), loss_of(parallel, tokens[rank])
+        expected.backward()
+        mine.backward()
+        total = mine.detach() / world
+        dist.all_reduce(total)
+        apart = max(apart, (total - expected).abs().item())
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs = trained_adapters(whole)
+    adapters = max((one - theirs[key]).abs().max().item() for key, one in trained_adapters(spread).items())
+    if rank == 0:
+        spread.save_pretrained(folder)
+    dist.barrier()
+    again = peft.PeftModel.from_pretrained(tiny(name), folder)
+    tokens = text(world)[0, rank]
+    y, z = again(input_ids=tokens).logits, spread(input_ids=tokens).logits
+    return (
+        apart,
+        adapters,
+        len(load_file(f"{folder}/adapter_model.safetensors")),
+        ((y - z).abs().max() / z.abs().max()).item(),
+    )
+
+
+def read(rank, world, folder):
+    """Return how far outputs are from one process, of a model that is read by parts with an adapter of its experts."""
+    cls = written(f"{folder}/model", "mixtral")
+    names = [f"mlp.experts.{one}" for one in NAMES]
+    whole = adapt(from_folder(cls, f"{folder}/model"), target_modules=["o_proj"], target_parameters=names).eval()
+    if rank == 0:
+        whole.save_pretrained(f"{folder}/adapter")
+    dist.barrier()
+    spread = from_folder(cls, f"{folder}/adapter", dist.group.WORLD)
+    tokens = text(world)[0]
+    y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
+    return ((y - z).abs().max() / z.abs().max()).item(), len(trained_adapters(spread))
+
+
+def refused(rank, world, what):
+    """Return the error of adapters that experts on ranks do not take."""
+    holder = Holder(built("MixtralExperts")).eval()
+    given = inputs(holder.experts, world)[rank][:3]
+    model = adapt(ep.shard(holder, dist.group.WORLD, clones=int(what == "clones")))
+    if what == "merge":
+        return told(model.merge_adapter)
+    if what == "one rank without":
+        model.base_model.set_adapter([] if rank == WRONG else "default")
+    return told(model, *given)
