@@ -306,5 +306,6 @@ def test_setup_finds_all_that_it_needs_among_the_files_that_the_image_copies(tmp
     done = subprocess.run([sys.executable, "setup.py", "egg_info"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (made,) = tmp_path.glob("*.egg-info")
+    assert "\n# pymoe\n" in (made / "PKG-INFO").read_text()
     required = (made / "requires.txt").read_text()
     assert all(f"[{extra}]" in required for extra in extras.split(","))
