@@ -9,7 +9,7 @@ import torch.distributed as dist
 from experts_modules import TOKENS, built, differing, inputs, loss_of, text, tiny
 from failures import WRONG, told
 from loaded_parts import from_folder, outputs, written
-from rank_setup import groups, mesh_of
+from rank_setup import full, groups, mesh_of
 from safetensors.torch import load_file
 
 from pymoe import ep
@@ -78,7 +78,7 @@ def one(rank, world, name, over, dtype="float32", bits=None, several=False, **wa
     return differing(found, expected)
 
 
-def trained(rank, world, name, folder):
+def trained(rank, world, name, folder, kind):
     """Train adapters of experts and attention on four ranks.
 
     Returns:
@@ -89,13 +89,12 @@ def trained(rank, world, name, folder):
     whole, spread = tiny(name), ep.shard(tiny(name), mesh)
     names = [f"mlp.experts.{one}" for one in NAMES]
     options = {"target_modules": ["o_proj"], "target_parameters": names}
-    whole, spread = (
-        adapt(whole, **options),
-        adapt(spread, seed=1 if rank == 0 else 7, **options),
-    )  # DDP makes them equal
-    parallel = ep.data_parallel(spread, mesh)
+    seed = 1 + rank * (kind == "ddp")  # DDP makes adapters equal
+    whole, spread = adapt(whole, **options), adapt(spread, seed=seed, **options)
+    parallel = ep.data_parallel(spread, mesh, kind=kind)
     optimizers = [
-        torch.optim.AdamW([part for part in one.parameters() if part.requires_grad], 0.003) for one in (whole, spread)
+        torch.optim.AdamW([part for part in one.parameters() if part.requires_grad], 0.003, foreach=False)
+        for one in (whole, spread)
     ]
     apart = 0.0
     for tokens in text(world, 3):
@@ -110,7 +109,9 @@ def trained(rank, world, name, folder):
         for optimizer in optimizers:
             optimizer.step()
     theirs = trained_adapters(whole)
-    adapters = max((one - theirs[key]).abs().max().item() for key, one in trained_adapters(spread).items())
+    adapters = max((full(one) - theirs[key]).abs().max().item() for key, one in trained_adapters(spread).items())
+    if kind == "fsdp":  # PEFT's files need whole tensors
+        return apart, adapters
     if rank == 0:
         spread.save_pretrained(folder)
     dist.barrier()

@@ -19,11 +19,19 @@ def test_adapters_on_ranks_have_the_bits_of_one_process(ranks, name, bits, way):
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_training_equals_one_process_and_files_are_pefts(ranks, tmp_path, name):
-    for loss, adapters, tensors, outputs in ranks.run(adapted_parts.trained, name=name, folder=str(tmp_path)):
+    for loss, adapters, tensors, outputs in ranks.run(
+        adapted_parts.trained, name=name, folder=str(tmp_path), kind="ddp"
+    ):
         assert loss < 1e-9
         assert adapters < 1e-6  # AdamW divides by small gradients
         assert tensors == 2 * 2 * 3  # in two layers, two factors for two weights of experts and one of attention
         assert outputs < 1e-9
+
+
+def test_training_with_fsdp_equals_one_process(ranks, tmp_path):
+    for loss, adapters in ranks.run(adapted_parts.trained, name="mixtral", folder=str(tmp_path), kind="fsdp"):
+        assert loss < 1e-9
+        assert adapters < 1e-6
 
 
 def test_a_model_is_read_by_parts_with_its_adapter(ranks, tmp_path):

@@ -87,7 +87,6 @@ def write_published(kind, folder):
     return published, {"bits": 4, "format": "affine"}
 
 
-@pytest.mark.thinned(usual=3)
 @pytest.mark.parametrize("over", [2, 3])
 @pytest.mark.parametrize("kind", ["while read", "saved", "mxfp4", "gptq", "compressed"])
 def test_quantised_experts_are_read_by_parts(ranks, tmp_path, kind, over):

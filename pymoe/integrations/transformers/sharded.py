@@ -109,6 +109,9 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
     loading = on_load.get()
     if loading is not None and not any(map(is_sharded, model.modules())):
         loading.spread(model)  # its quantizer has read this rank's experts alone
+        for module in filter(is_sharded, model.modules()):
+            for parameter in module.parameters():  # of biases, new ones
+                interface.mark_initialized(parameter)
         return filled
     for path, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)) if is_sharded(module) else ():
