@@ -72,8 +72,8 @@ class ShardedModule(ShardedLayer, ExpertShards):
             load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
             weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
             kind = "its own" if callable(activation) else activation
-            widths = " and ".join(", ".join(str(one.up.shape[2]) for one in of_weight) for of_weight in adapters)
-            options = "experts", type(self).__name__, "activation", kind, "ranks of adapters", widths
+            ranks = [[f"{one.up.shape[2]}{' trained' * one.up.requires_grad}" for one in weight] for weight in adapters]
+            options = "experts", type(self).__name__, "activation", kind, "ranks of adapters", str(ranks)
             call.begin(rows_TH, Gate(weights_TK, top_k_index.int(), load), None, options)
 
             def activated(rows: Tensor) -> Tensor:

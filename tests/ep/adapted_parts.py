@@ -126,6 +126,26 @@ def trained(rank, world, name, folder, kind):
     )
 
 
+def quantised_step(rank, world):
+    """Return the largest relative difference from one process of gradients of adapters over quantised experts."""
+    mesh, models = mesh_of(world), []
+    for _ in range(2):
+        model = tiny("mixtral", torch.float32).eval()
+        quantize_experts(model, 4)
+        models.append(model)
+    whole, spread = models
+    options = {"target_modules": ["o_proj"], "target_parameters": [f"mlp.experts.{one}" for one in NAMES]}
+    whole, spread = adapt(whole, **options), adapt(ep.shard(spread, mesh), **options)
+    parallel, tokens = ep.data_parallel(spread, mesh), text(world)[0]
+    loss_of(whole, tokens.flatten(0, 1)).backward()
+    loss_of(parallel, tokens[rank]).backward()
+    theirs = trained_adapters(whole)
+    return max(
+        ((one.grad - theirs[key].grad).abs().max() / theirs[key].grad.abs().max()).item()
+        for key, one in trained_adapters(spread).items()
+    )
+
+
 def read(rank, world, folder):
     """Return how far outputs are from one process, of a model that is read by parts with an adapter of its experts."""
     cls = written(f"{folder}/model", "mixtral")
@@ -147,6 +167,9 @@ def refused(rank, world, what):
     model = adapt(ep.shard(holder, dist.group.WORLD, clones=int(what == "clones")))
     if what == "merge":
         return told(model.merge_adapter)
+    if what == "one rank frozen":
+        for one in trained_adapters(model).values():
+            one.requires_grad_(rank != WRONG)
     if what == "one rank without":
         model.base_model.set_adapter([] if rank == WRONG else "default")
     return told(model, *given)

@@ -34,6 +34,10 @@ def test_training_with_fsdp_equals_one_process(ranks, tmp_path):
         assert adapters < 1e-6
 
 
+def test_gradients_over_quantised_experts_equal_one_process(ranks):
+    assert max(ranks.run(adapted_parts.quantised_step)) < 1e-4
+
+
 def test_a_model_is_read_by_parts_with_its_adapter(ranks, tmp_path):
     for apart, tensors in ranks.run(adapted_parts.read, folder=str(tmp_path)):
         assert apart < 1e-4
@@ -46,6 +50,7 @@ def test_a_model_is_read_by_parts_with_its_adapter(ranks, tmp_path):
         ("merge", "ValueError", "merge_adapter: expected experts on one rank, got 'experts"),
         ("clones", "ValueError", "experts with adapters must have no clones"),
         ("one rank without", "GroupError", "must agree on the options of its router, experts and"),
+        ("one rank frozen", "GroupError", "must agree on the options of its router, experts and"),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks, what, kind, text):
