@@ -91,7 +91,7 @@ class Pipe(Inspection):
             such step).
     """
 
-    @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks", partitions="balance")
+    @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks")
     def __init__(
         self,
         module: nn.Sequential,
