@@ -34,9 +34,7 @@ from pymoe.nn.stacked_experts import StackedExperts
     ep_group="mesh",
     process_group="mesh",
     num_chunks="chunks",
-    capacity="room",
     replicas="clones",
-    dedup="deduplicate",
 )
 def shard(
     model: nn.Module,

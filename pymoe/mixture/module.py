@@ -116,9 +116,7 @@ class MixtureOfExpertBackends(nn.Module):
         (torch.Size([5, 8]), True)
     """
 
-    @explain_arguments(
-        k="top_k", k_best="top_k", num_experts="max_experts", timeout="forward_timeout", experts="backends"
-    )
+    @explain_arguments(k="top_k", k_best="top_k", timeout="forward_timeout", experts="backends")
     def __init__(
         self,
         backends: Sequence[Backend],

@@ -92,7 +92,7 @@ class Pipe(Inspection):
         (4, torch.Size([32, 8]))
     """
 
-    @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks", partitions="balance")
+    @explain_arguments(num_chunks="chunks", n_microbatches="chunks", num_microbatches="chunks")
     def __init__(
         self,
         module: nn.Sequential,

@@ -129,10 +129,10 @@ def _text(error: BaseException) -> str:
 def from_status(call: Any, where: str) -> Exception:
     """Return the exception for the failed gRPC ``call``; its message begins with ``where``."""
     text = f"{where}: {call.details() or 'no reason was given'}"
-    text += next((hint for said, hint in HINTS.items() if said in text), "")
     trailing = dict(call.trailing_metadata() or ())
     if (kind := trailing.get(KIND_KEY)) is not None:
         return KNOWN.get(str(kind), RemoteExpertError)(text)
+    text += next((hint for said, hint in HINTS.items() if said in text), "")
     code = call.code()
     if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return ValueError(text)

@@ -178,3 +178,18 @@ def test_grpc_says_nothing_of_its_own(certificates: Certificates) -> None:
         )
         assert "must hold the authority that signed" in done.stderr, done.stderr
         assert (re.search(r"^[EIW]\d{4} ", done.stderr, re.MULTILINE) is None) == silent, done.stderr
+
+
+def test_what_an_expert_says_gets_no_advice_about_connections(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+class Asks(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("the database: Connection refused")
+
+asks = ExpertBackend("asks", Asks(), args_schema=[BatchTensorProto(8)], outputs_schema=BatchTensorProto(8))
+with ExpertServer([asks]) as server, connect(server.address, timeout=9) as there:
+    ExpertClient(*there.backends())(torch.randn(1, 8))
+"""
+    said = read(capfd, BEFORE, code)
+    check(said, "^RuntimeError: .*the database: Connection refused")
+    assert "nothing listens" not in said, said
