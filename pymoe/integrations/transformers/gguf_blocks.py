@@ -5,7 +5,8 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 - Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
 - Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
 - Q6_K, Q3_K, IQ4_NL and IQ4_XS are signed codes with a scale for 16 or 32 inputs, as "symmetric" has.
-- All others, floating point included, are widened and rounded to integers of 8 bits, one expert after another.
+- F32, F16 and BF16 are no blocks: experts of these alone take the model's dtype, as all other weights do.
+- All others are widened and rounded to integers of 8 bits, one expert after another.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ ONES = {
     "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
 }
 """Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
+FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of the types that hold numbers one by one."""
 Join = Callable[[list[Tensor]], Tensor]
 
 
@@ -48,6 +51,11 @@ def format_of(types: Iterable[str]) -> Format:
     if found <= {KEPT["Q4_K"], KEPT["Q8_0"]} and len(found) > 1:
         return KEPT["Q8_0"]  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
     return found.pop() if len(found) == 1 else ROUNDED
+
+
+def is_held(types: Iterable[str], dtype: torch.dtype) -> bool:
+    """Return whether a dtype holds all numbers of types of ``FLOATING``."""
+    return all(torch.promote_types(FLOATING[one], dtype) == dtype for one in types)
 
 
 def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any) -> Tensor:
@@ -75,6 +83,24 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
             weight = _PACK[format](blocks, join, gguf)
         packed[expert] = weight.packed[0]
     return packed
+
+
+def floating_weight(tensors: Sequence[Any], join: Join) -> Tensor:
+    """Return a stacked weight (E, N, H) of types of ``FLOATING``, in a dtype that holds it.
+
+    Args:
+        tensors: as for :func:`packed_weight`.
+        join: as there.
+    """
+    dtypes = [FLOATING[one.tensor_type.name] for one in tensors]
+    inputs, outputs, experts = (int(size) for size in tensors[0].shape)
+    weight = torch.empty(
+        experts, outputs * len(tensors), inputs, dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32
+    )
+    for expert, rows in enumerate(weight):
+        parts = [torch.from_numpy(one.data[expert]).view(dtype) for one, dtype in zip(tensors, dtypes, strict=True)]
+        rows.copy_(join([part.to(weight.dtype) for part in parts]))
+    return weight
 
 
 def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:

@@ -98,6 +98,11 @@ class Stacked(NamedTuple):
     """Whether the rows of gate and up take turns in the model."""
     format: Format
 
+    @property
+    def types(self) -> list[str]:
+        """Return the types of the tensors."""
+        return [one.tensor_type.name for one in self.tensors]
+
     def join(self, parts: list[Tensor]) -> Tensor:
         """Return rows in the order of the model, from those of the tensors: an expert's, (N, ...) each."""
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
@@ -115,26 +120,29 @@ class Stacked(NamedTuple):
             names = " and ".join(repr(one.name) for one in self.tensors)
             raise ValueError(f"expected weights that can be packed, got {names} for {name!r}: {error}") from error
 
-    def bias(self) -> numpy.ndarray[Any, Any]:
+    def bias(self) -> Tensor:
         """Return the bias, (E, N) float32."""
         parts = [torch.from_numpy(_values(one)).T for one in self.tensors]
-        return self.join(parts).T.contiguous().numpy()
+        return self.join(parts).T.contiguous()
+
+    def whole(self, transposed: bool) -> Tensor:
+        """Return the weight in floating point, (E, N, H), or (E, H, N) if ``transposed``."""
+        weight = gguf_blocks.floating_weight(self.tensors, self.join)
+        return weight.mT.contiguous() if transposed else weight
 
 
 class LazyTensor:
     """A tensor that is read when transformers takes it, as it takes slices of safetensors."""
 
-    def __init__(self, read: Callable[[], numpy.ndarray[Any, Any]]) -> None:
+    def __init__(self, read: Callable[[], Tensor]) -> None:
         self.read = read
 
     def get_dtype(self) -> str:
-        """Return the dtype by its name in safetensors."""
+        """Return the dtype that others have, by its name in safetensors."""
         return "F32"
 
     def __getitem__(self, _: Any) -> Tensor:
-        values = self.read()
-        of_file = isinstance(values, numpy.memmap)  # float32 is not widened
-        return torch.from_numpy(values.astype(numpy.float32, order="C", copy=of_file))
+        return self.read()
 
 
 class GgufFile:
@@ -169,7 +177,15 @@ class GgufFile:
         self.stacked: dict[str, Stacked] = {}
         """Stacked weights by their names in the model, from :meth:`plan`."""
         self.others: dict[str, LazyTensor] = {}
-        """All other tensors."""
+        """All other tensors of the model."""
+        self.floating: dict[str, Stacked] = {}
+        """Those of them that are stacked weights."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype of the experts; None if some are quantised, or they have several."""
+        types = {one.tensor_type.name for name, one in self.tensors.items() if name.endswith("_exps.weight")}
+        return gguf_blocks.FLOATING.get(types.pop()) if len(types) == 1 else None
 
     def _read(self, path: str, part: list[Any] | None = None) -> tuple[dict[str, Any] | None, list[Any]]:
         """Add the tensors of a file; return its metadata, if they name an architecture, and its entries of ``SPLIT``.
@@ -235,7 +251,8 @@ class GgufFile:
     def plan(self, model: Any) -> None:
         """Find the tensors of a model's weights, before its experts are replaced.
 
-        Warns, once for the whole file, of weights that are rounded because pymoe has no format for their types.
+        Warns, once for the whole file, of experts that are rounded, because pymoe has no format for their types or the
+        model's dtype does not hold them.
 
         Raises:
             ValueError: the model is of another architecture; a tensor is missing, is not one of the model's, or has
@@ -285,12 +302,13 @@ class GgufFile:
         missing = [name for name in state if name not in self.others and not (shared and name in tied)]
         if missing:
             raise ValueError(f"from_pretrained: expected a GGUF file with a tensor for {missing[0]!r}, got none")
-        self._warn()
+        self._warn(model)
 
     def _plan_experts(self, path: str, module: Any, left: dict[str, Any]) -> None:
         """Find the tensors of the stacked weights of a module, and take them out of those that are left."""
         kind = fused_activation(module) if interface.is_behind(module) else None
         interleaved = isinstance(kind, ClampedSwiglu) and kind.interleaved
+        planned: dict[str, Stacked] = {}
         for own, weight in (stacked_weights(module) or {}).items():
             layer = re.search(r"\blayers\.(\d+)\.", path)
             prefixes = [f"blk.{layer[1] if layer else path}.ffn_{part}_exps" for part in PARTS[own]]
@@ -315,18 +333,30 @@ class GgufFile:
                 if ending == ".bias":
                     self.others[name] = LazyTensor(found.bias)
                 else:
-                    self.stacked[name] = found
+                    planned[name] = found
+        if all(kind in gguf_blocks.FLOATING for one in planned.values() for kind in one.types):
+            transposed = interface.flags(module).transposed
+            self.others |= {name: LazyTensor(functools.partial(one.whole, transposed)) for name, one in planned.items()}
+            self.floating |= planned
+        else:  # the two weights of one network are both packed or both not
+            self.stacked |= planned
 
-    def _warn(self) -> None:
-        rounded = [one for one in self.stacked.values() if one.format == gguf_blocks.ROUNDED]
-        if rounded:
-            types = Counter(" and ".join(sorted({part.tensor_type.name for part in one.tensors})) for one in rounded)
-            counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
-            warnings.warn(
-                f"from_pretrained: {len(rounded)} of {len(self.stacked)} weights of experts are rounded to 8 bits, as "
-                f"pymoe has no format for their types: {counts}; the first is {rounded[0].tensors[0].name!r}",
-                stacklevel=2,
-            )
+    def _warn(self, model: Any) -> None:
+        eight = [one for one in self.stacked.values() if one.format == gguf_blocks.ROUNDED]
+        dtypes = {name: model.get_parameter(name).dtype for name in self.floating}
+        cast = [one for name, one in self.floating.items() if not gguf_blocks.is_held(one.types, dtypes[name])]
+        for found, result in (
+            (eight, "8 bits, as pymoe has no format for their types"),
+            (cast, f"the dtype of the model, {model.dtype}"),
+        ):
+            if found:
+                types = Counter(" and ".join(sorted(set(one.types))) for one in found)
+                counts = ", ".join(f"{count} in {name}" for name, count in sorted(types.items()))
+                warnings.warn(
+                    f"from_pretrained: {len(found)} of {len(self.stacked) + len(self.floating)} weights of experts are "
+                    f"rounded to {result}: {counts}; the first is {found[0].tensors[0].name!r}",
+                    stacklevel=2,
+                )
 
 
 def _equal(value: Any, expected: Any) -> bool:
@@ -364,8 +394,11 @@ def _check_widened(tensors: Iterable[Any]) -> None:
             ) from error
 
 
-def _processed(tensor: Any, process: Callable[[Any, str], Any], shape: tuple[int, ...]) -> Any:
-    return process(_values(tensor), tensor.name).reshape(shape)
+def _processed(tensor: Any, process: Callable[[Any, str], Any], shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of the model in float32."""
+    values = process(_values(tensor), tensor.name).reshape(shape)
+    of_file = isinstance(values, numpy.memmap)  # float32 is not widened
+    return torch.from_numpy(values.astype(numpy.float32, order="C", copy=of_file))
 
 
 def _values(tensor: Any) -> numpy.ndarray[Any, Any]:

@@ -18,6 +18,7 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,8 @@ class PymoeQuantizer(HfQuantizer):
         """Formats of those of them that are dense layers, by the paths of the layers."""
         self.missing: set[str] = set()
         """Names of the tensors that the model lacks; transformers' own set."""
+        self.floating: set[str] = set()
+        """Names of stacked weights that files hold in floating point next to packed ones."""
         self.packed: set[str] = set()
         """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
@@ -110,6 +113,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the model; transformers passes None if nothing but a GGUF file could say it."""
+        if dtype is None and self.gguf is not None:
+            dtype = self.gguf.dtype
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
@@ -168,7 +173,7 @@ class PymoeQuantizer(HfQuantizer):
                     self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
 
-    def _place_layers(self, model: Any, numbers: Mapping[str, int]) -> None:
+    def _place_layers(self, model: Any, numbers: Mapping[str, int | None]) -> None:
         """Put layers without bytes in the place of the stacked weights of a model on the meta device.
 
         Args:
@@ -178,11 +183,14 @@ class PymoeQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.format != AS_STORED:
             quantize_experts(model, config.bits, config.format)
-        elif self.gguf is not None:
+            return
+        if self.gguf is not None:
             self.gguf.plan(model)
-            mixed_files.place_layers(model, {name: one.format for name, one in self.gguf.stacked.items()})
+            formats = {name: one.format for name, one in self.gguf.stacked.items()}
         else:
-            mixed_files.place_layers(model, mixed_files.formats_of(sorted(self.weights), numbers))
+            formats = mixed_files.formats_of(sorted(self.weights), numbers)
+        mixed_files.place_layers(model, formats)
+        self.floating, self.weights = self.weights - formats.keys(), set(formats)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         return not self.pre_quantized and param_name in self.weights
@@ -230,7 +238,11 @@ class PymoeQuantizer(HfQuantizer):
                 interface.converter([weight, sizes], f"{own}.packed", Take(self))
                 for own, weight, sizes in quantized_dense.sources(model, self.dense)
             ]
-        return take + dense + weight_conversions
+        plain = [
+            interface.converter([rf"\b{re.escape(own)}$"], own, AsNamed())
+            for own in sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in self.floating)
+        ]
+        return plain + take + dense + weight_conversions
 
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
@@ -277,7 +289,8 @@ class PymoeQuantizer(HfQuantizer):
             is_dense = name.removesuffix(quantized_dense.ENDING) in self.dense
             tensor = name + self.stored.ending if self.stored and not is_dense else name
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
-        needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights}
+        needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights | self.floating}
+        needed |= self.floating
         if isinstance(self.stored, StoredRows):  # a part of a name may have kept transformers from renaming it
             body = "" if model.base_model is model else f"{model.base_model_prefix}."  # the files may lack a new head
             weights = (name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING))
@@ -536,7 +549,8 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
     quantizer = interface.quantizer_of(model)
-    if not layers and linear_bits is None and not isinstance(quantizer, PymoeQuantizer):
+    dense = any(quantized_dense.quantized_layers(model))
+    if not layers and not dense and not isinstance(quantizer, PymoeQuantizer):
         return
     place = "save_pretrained: expected a model"
     others = [
@@ -546,16 +560,20 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     ]
     if others:
         raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
-    whole = [f"{n}.{weight}" for n, one in model.named_modules() for weight in _unquantised(one)]
+    formats: set[Any] = {(layer.bits, layer.format) for layer in layers.values()}
+    whole = [f"{n}.{weight}".lstrip(".") for n, one in model.named_modules() for weight in _unquantised(one)]
+    for name in whole:
+        if any(f"{name.rpartition('.')[0]}.{weight}".lstrip(".") in layers for weight in WEIGHTS):
+            raise ValueError(
+                f"{place} whose experts' weights are both quantised or both not, got {name!r}, which is not; save "
+                f"model.state_dict()"
+            )
     if whole:
-        raise ValueError(
-            f"{place} whose experts are all quantised or all not, got {whole[0]!r}, which is not; quantise the whole "
-            f"model, or save model.state_dict()"
-        )
-    formats = {(layer.bits, layer.format) for layer in layers.values()}
+        formats.add((None, AS_STORED))
     if not formats:
         raise ValueError(
-            f"{place} whose experts are quantised if its dense layers are, got no such experts; save model.state_dict()"
+            f"{place} with experts if its dense layers are quantised, got {type(model).__name__}; save "
+            f"model.state_dict()"
         )
     for name, parameter in model.named_parameters():
         if ".base_layer." in f".{name}":  # PEFT's name for a wrapped module
