@@ -54,8 +54,9 @@ class PymoeConfig(QuantizationConfigMixin):
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
     ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
-    or, with a warning, integers of 8 bits if there is none. All checkpoints above can be read with ``"stored"``,
-    too, which finds their bits, and ``config.json`` has it if the weights of a saved model have several formats.
+    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. All
+    checkpoints above can be read with ``"stored"``, too, which finds their bits, and ``config.json`` has it if the
+    weights of a saved model have several formats, or some of them none.
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.

@@ -29,12 +29,12 @@ def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
     Returns:
         The numbers; None for a weight without sizes.
     """
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int | None] = {}
     packed: set[str] = set()
     for file in opened(files):
         for name in list(file.keys()):
             if name.endswith(ENDING):
-                numbers[name.removesuffix(ENDING)] = int(file.get_tensor(name).flatten()[0])
+                numbers[name.removesuffix(ENDING)] = next(iter(file.get_tensor(name).flatten().tolist()), None)
             elif file.get_slice(name).get_dtype() == "U8":
                 packed.add(name)
     names = interface.names_in_model(model, packed | numbers.keys())

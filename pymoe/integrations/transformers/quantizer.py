@@ -12,7 +12,7 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
   compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
-  experts stay in the format nearest to theirs, weight by weight: the model has several.
+  experts stay in the format nearest to theirs, weight by weight: the model has several, and may have experts in none.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ class Take(_Takes):
         """Return the packed bytes of the file."""
         packed, sizes = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
         expected = [*layer.sizes.tolist(), *layer.packed.shape]
-        seen = [*(() if sizes is None else sizes.tolist()), *(() if packed is None else packed.shape)]
+        seen = [*(() if sizes is None else sizes.flatten().tolist()), *(() if packed is None else packed.shape)]
         if seen != expected or packed is None or packed.dtype != torch.uint8:
             raise ValueError(
                 f"expected {name!r} with its format's number, output and input features and packed shape "
@@ -543,8 +543,8 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
     """Make ``save_pretrained`` write files that ``from_pretrained`` reads, even for models of ``quantize_experts``.
 
     Raises:
-        ValueError: the files cannot describe the model's quantised weights: only some of its experts are quantised, it
-            has adapters, or another method quantised weights, too.
+        ValueError: the files cannot describe the model's quantised weights: only one of an expert's weights is
+            quantised, the model has no experts or has adapters, or another method quantised weights, too.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)

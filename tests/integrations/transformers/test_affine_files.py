@@ -163,6 +163,24 @@ def test_a_saved_folder_says_the_format_of_each_dense_layer(published, tmp_path)
     assert_same_model(base, model.model)
 
 
+@each("awq-qwen2")
+def test_damaged_sizes_of_dense_layers_are_refused(published, tmp_path):
+    """Whatever the numbers are, they must be those of the bytes next to them."""
+    read(published).save_pretrained(tmp_path / "packed")
+    whole = load_file(tmp_path / "packed" / FILE)
+    names = sorted(name for name in whole if name.endswith("proj.weight.sizes"))
+    random = torch.Generator().manual_seed(0)
+    damaged = [torch.empty(0, dtype=torch.int64), torch.tensor(24), torch.tensor([torch.nan, 160, 160])]
+    for _ in range(12):
+        shift = torch.zeros(3, dtype=torch.int64)
+        shift[torch.randint(3, (), generator=random)] = torch.randint(1, 40, (), generator=random)
+        damaged.append(whole[names[0]] + shift)
+    for number, sizes in enumerate(damaged):
+        save_file(whole | {names[number % len(names)]: sizes}, tmp_path / "packed" / FILE, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"^from_pretrained: expected .*_proj\.weight"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+
+
 @each("gptq-v2", "awq-qwen2")
 def test_gradients_and_lora_go_through_dense_layers(published):
     """Gradients reach the embedding and the adapters as those of the widened model do."""
