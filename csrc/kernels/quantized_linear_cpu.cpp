@@ -237,6 +237,7 @@ void select(const Arguments& arguments, const Run& run) {
       case WeightFormat::kFp8: return run.template operator()<T, WeightFormat::kFp8>();
       case WeightFormat::kAffine8: return run.template operator()<T, WeightFormat::kAffine8>();
       case WeightFormat::kAffine4: return run.template operator()<T, WeightFormat::kAffine4>();
+      case WeightFormat::kAffine2: return run.template operator()<T, WeightFormat::kAffine2>();
       case WeightFormat::kSymmetric8: return run.template operator()<T, WeightFormat::kSymmetric8>();
     }
   };

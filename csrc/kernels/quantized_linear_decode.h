@@ -68,7 +68,7 @@ void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t out
         for (int64_t input = begin; input < end; input += Stored::kInputs) {
           vfloat values[Stored::kInputs][kVectors];
           stored.load_inputs(input - run, values);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
           for (int i = 0; i < Stored::kInputs; ++i) {
             if (input + i == end) break;
             if constexpr (kFormat == WeightFormat::kFp8) {

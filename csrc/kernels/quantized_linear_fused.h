@@ -94,7 +94,8 @@ template <WeightFormat kFormat, int kVectors>
 class StoredCodes {
  public:
   static constexpr int64_t kRun = fused_run(kFormat);
-  static constexpr int kInputs = bits_of(kFormat) == 8 ? 1 : 2;
+  static constexpr int kBits = static_cast<int>(bits_of(kFormat));
+  static constexpr int kInputs = 8 / kBits;
 
   PYMOE_INLINE explicit StoredCodes(const BlockSource& from) : from_(from) {}
 
@@ -113,7 +114,7 @@ class StoredCodes {
       }
     }
   }
-  // Loads those of an input of the run, and of the next if kInputs is 2.
+  // Loads those of kInputs inputs of the run.
   PYMOE_INLINE void load_inputs(int64_t input, vfloat (&values)[kInputs][kVectors]) {
     const uint8_t* from = codes_ + input / kInputs * kQuantizedTile;
     __builtin_prefetch(from + kAhead);
@@ -126,8 +127,11 @@ class StoredCodes {
         values[0][v] = to_float(load_signed_bytes(from + v * kLanes<float>)) * scales_[v];
       } else {
         const vint32 codes = load_bytes(from + v * kLanes<float>);
-        values[0][v] = weight(kInputs == 1 ? codes : codes & 15, v);
-        if constexpr (kInputs == 2) values[1][v] = weight(codes >> 4, v);
+#pragma GCC unroll 4
+        for (int i = 0; i < kInputs; ++i) {
+          const vint32 lowest = codes >> i * kBits;
+          values[i][v] = weight(i == kInputs - 1 ? lowest : lowest & ((1 << kBits) - 1), v);
+        }
       }
     }
   }
@@ -176,7 +180,7 @@ PYMOE_INLINE void for_inputs(Weights& weights, int64_t inputs, const Body& body)
     for (int64_t input = run; input < end; input += Weights::kInputs) {
       vfloat values[Weights::kInputs][kVectors];
       weights.load_inputs(input - run, values);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < Weights::kInputs; ++i) body(input + i, values[i]);
     }
   }

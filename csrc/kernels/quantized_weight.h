@@ -1,4 +1,5 @@
-// quantized_weight: the weights of linear layers in 8 or 4 bits, in the form that the kernels of quantized_linear read.
+// quantized_weight: the weights of linear layers in 8, 4 or 2 bits, in the form that the kernels of quantized_linear
+// read.
 //
 // Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts follow one another:
 //
@@ -12,6 +13,8 @@
 //                                                                                  w = fma(scale, code, offset)
 //     affine4 for every 128 inputs: 64 scales, 64 offsets (fp32), then for every 2 inputs 64 bytes: the code of the
 //             first in the lower half, that of the second in the upper half;       w = fma(scale, code, offset)
+//     affine2 for every 16 inputs: 64 scales, 64 offsets (fp32), then for every 4 inputs 64 bytes: the codes from the
+//             lowest bits on;                                                      w = fma(scale, code, offset)
 //     symmetric8  for every 16 inputs: 64 scales (fp32), then for every input 64 codes (int8);  w = scale * code
 //
 // The three words of an output are 96 bits, from the lowest bit of the first word on: 8 scales s and then 8 minima m of
@@ -19,7 +22,7 @@
 // which has no codes for these either.
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
-// inputs at int4, affine8 and affine4: their code is 0, which stands for the minimum, or the offset, of the group.
+// inputs at int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.
 // Kernels multiply them by zeros.
 //
 // quantize_weight rounds (E, N, H) weights of any dtype and strides, but not to the affine and symmetric formats, by
@@ -47,6 +50,7 @@ enum class WeightFormat : int64_t {
   kFp8 = 18,
   kAffine8 = 28,
   kAffine4 = 24,
+  kAffine2 = 22,
   kSymmetric8 = 38
 };
 
@@ -55,7 +59,7 @@ constexpr int64_t bits_of(WeightFormat format) { return static_cast<int64_t>(for
 constexpr int64_t quantized_groups(int64_t inputs) { return (inputs + kQuantizedGroup - 1) / kQuantizedGroup; }
 constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) / kFp8Block; }
 constexpr bool is_affine(WeightFormat format) {
-  return format == WeightFormat::kAffine8 || format == WeightFormat::kAffine4;
+  return format == WeightFormat::kAffine8 || format == WeightFormat::kAffine4 || format == WeightFormat::kAffine2;
 }
 // Returns whether the products of a format are fused multiply-adds in fp32. The tiles of such a format are runs of
 // inputs, which begin with their scales, and their offsets if they are affine.
@@ -82,9 +86,9 @@ constexpr int64_t quantized_super_bytes(WeightFormat format) {
 }
 // is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before the run of an input.
 constexpr int64_t fused_run(WeightFormat format) {
-  return format == WeightFormat::kSymmetric8 ? kQuantizedGroup / 2
-         : format == WeightFormat::kAffine8  ? kQuantizedGroup
-                                             : kFp8Block;
+  return format == WeightFormat::kSymmetric8 || format == WeightFormat::kAffine2 ? kQuantizedGroup / 2
+         : format == WeightFormat::kAffine8                                      ? kQuantizedGroup
+                                                                                 : kFp8Block;
 }
 constexpr int64_t fused_head_bytes(WeightFormat format) { return kQuantizedTile * (is_affine(format) ? 8 : 4); }
 constexpr int64_t fused_run_bytes(WeightFormat format) {

@@ -135,8 +135,9 @@ inline DType floating_dtype(const char* operator_name, const char* argument, con
 }
 
 inline WeightFormat weight_format(const char* operator_name, int64_t number) {
-  require(number == 8 || number == 4 || number == 14 || number == 18 || number == 28 || number == 24 || number == 38,
-          operator_name, "format must be 8, 4, 14, 18, 28, 24 or 38, got ", number);
+  require(number == 8 || number == 4 || number == 14 || number == 18 || number == 28 || number == 24 || number == 22 ||
+              number == 38,
+          operator_name, "format must be 8, 4, 14, 18, 28, 24, 22 or 38, got ", number);
   return static_cast<WeightFormat>(number);
 }
 

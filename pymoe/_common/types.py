@@ -83,7 +83,7 @@ class QuantizedWeight(NamedTuple):
     packed: Tensor
     """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
     bits: int
-    """Bits of a code: 8 or 4."""
+    """Bits of a code: 8, 4 or 2."""
     output_features: int
     """N, the number of outputs."""
     input_features: int
@@ -102,6 +102,7 @@ FORMATS = {
     ("fp", 8): 18,
     ("affine", 8): 28,
     ("affine", 4): 24,
+    ("affine", 2): 22,
     ("symmetric", 8): 38,
 }
 """Numbers that identify the formats in kernels and state dicts: the bits, and 10 more for floating-point codes, 20 more
@@ -132,7 +133,7 @@ GROUP = 32
 """Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
 BLOCK = 128
 """Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
-RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2), 38: (GROUP // 2, 1)}
+RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2), 22: (GROUP // 2, 2), 38: (GROUP // 2, 1)}
 """Formats, by number, whose tiles are runs of inputs: how many inputs, and how many float32 numbers of each output
 precede their codes, namely a scale, and an offset at "affine"."""
 SUPER = 8

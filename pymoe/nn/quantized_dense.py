@@ -41,7 +41,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         in_features: H.
         out_features: N.
         bias: add ``bias``.
-        bits: 8 or 4.
+        bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: device of the buffers.

@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         input_features: H.
         output_features: N.
         num_experts: E.
-        bits: 8 or 4.
+        bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``, as for
             :func:`pymoe.ops.quantize_weight` and :func:`pymoe.ops.pack_weight`.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
@@ -204,7 +204,7 @@ class QuantizedExperts(nn.Module):
         hidden_size: H.
         ffn_size: F.
         num_experts: E.
-        bits: 8 or 4.
+        bits: 8 or 4; for ``"affine"`` also 2.
         format: ``"int"``, ``"mxfp"``, ``"fp"``, ``"affine"`` or ``"symmetric"``.
         activation: a kind of :func:`pymoe.ops.expert_activation`.
         bias: add ``b_in`` and ``b_out``.
@@ -376,7 +376,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             gradients.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`. A model on the meta device may also
-            get "affine" with 8 or 4 bits, or "symmetric" with 8, to which no weights are rounded.
+            get "affine" with 8, 4 or 2 bits, or "symmetric" with 8, to which no weights are rounded.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.

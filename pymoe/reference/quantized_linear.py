@@ -1,4 +1,4 @@
-"""quantized_linear: one linear layer per expert with weights in 8 or 4 bits."""
+"""quantized_linear: one linear layer per expert with weights in 8, 4 or 2 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of linear layers in 8 or 4 bits, laid out for the kernels: rounded, or packed as checkpoints hold them.
+"""Weights of linear layers in 8, 4 or 2 bits, laid out for the kernels: rounded, or packed as checkpoints hold them.
 
 **int8**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
 **int4**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
@@ -14,12 +14,13 @@ Specification 1.0.
 8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 2**-9 to 448, subnormals
 included, and 0, there is no infinity, and 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as
 those of DeepSeek-V3 have one scale for 128 outputs and 128 inputs, which the outputs then share.
-**affine8**, **affine4**: a scale and an offset for each group of inputs of an output row; ``w = scale * code + offset``
-with float32 scales and offsets of any sign, rounded once, to float32. With 8 bits, codes are 0 to 255 and groups have
-32 inputs, and a weight takes 10 bits in all; with 4 bits, codes are 0 to 15 and groups have 128 inputs, and a weight
-takes 4.5 bits. No weights are rounded to these formats: they hold, without loss, what other programs have rounded.
-Q8_0, Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8, and integers of 4 bits with groups of 128 inputs
-or more, as AWQ and GPTQ have them, into affine4.
+**affine8**, **affine4**, **affine2**: a scale and an offset for each group of inputs of an output row;
+``w = scale * code + offset`` with float32 scales and offsets of any sign, rounded once, to float32. With 8 bits, codes
+are 0 to 255 and groups have 32 inputs, and a weight takes 10 bits in all; with 4 bits, codes are 0 to 15 and groups
+have 128 inputs, and a weight takes 4.5 bits; with 2 bits, codes are 0 to 3 and groups have 16 inputs, and a weight
+takes 6 bits. No weights are rounded to these formats: they hold, without loss, what other programs have rounded. Q8_0,
+Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8, integers of 4 bits with groups of 128 inputs or more, as
+AWQ and GPTQ have them, into affine4, and Q2_K of GGUF files into affine2.
 **symmetric8**: a scale for each group of 16 inputs of an output row; ``w = scale * code`` with float32 scales of any
 sign and codes of -128 to 127, rounded once, to float32. A weight takes 10 bits in all. No weights are rounded to it,
 either. Q6_K, Q3_K, IQ4_NL and IQ4_XS of GGUF files fit into it.
@@ -35,13 +36,15 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in t
     affine8  for every 32 inputs: 64 scales, 64 offsets (float32), then for every input: 64 codes
     affine4  for every 128 inputs: 64 scales, 64 offsets (float32), then for every 2 inputs: 64 bytes, each with the
              code of the first in its lower half and that of the second in its upper half
+    affine2  for every 16 inputs: 64 scales, 64 offsets (float32), then for every 4 inputs: 64 bytes, each with their
+             codes from its lowest bits on
     symmetric8  for every 16 inputs: 64 scales (float32), then for every input: 64 codes
 
 The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
 If the last super-block has fewer than 8 groups, they are zero for the others, which have no codes either.
 The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
-inputs at int4, affine8 and affine4: their code is 0, which stands for the minimum, or the offset, of the group. Kernels
-multiply them by zeros.
+inputs at int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.
+Kernels multiply them by zeros.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes of mxfp4."""
 LARGEST_E4M3 = 448.0
 """Largest value of a code of fp8."""
-DTYPES = {18: torch.float8_e4m3fn, 24: torch.uint8, 28: torch.uint8, 38: torch.int8}
+DTYPES = {18: torch.float8_e4m3fn, 22: torch.uint8, 24: torch.uint8, 28: torch.uint8, 38: torch.int8}
 """Dtypes of the codes of formats of :data:`RUNS`."""
 
 
@@ -133,7 +136,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp". Weights on the meta device, which have no values, may also be laid out as
-            "affine" with 8 or 4 bits, or as "symmetric" with 8.
+            "affine" with 8, 4 or 2 bits, or as "symmetric" with 8.
 
     Returns:
         The packed weight: (E, ceil(N / 64), bytes) uint8 with N and H. Not differentiable.
@@ -159,9 +162,9 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     """Lay out for the kernels the weights of E linear layers as a checkpoint holds them, without rounding.
 
     With ``offsets`` the format is "affine", whose weights are ``scale * code + offset``: with 8 bits there is a scale
-    and an offset for each output and G = 32 inputs, with 4 bits for G = 128. Larger groups, or rows that share one
-    scale, repeat theirs. A zero point z of other programs, ``scale * (code - z)``, is an offset of ``-scale * z``,
-    which is exact in float32 if the scale comes from a format of 16 bits and z has at most 8.
+    and an offset for each output and G = 32 inputs, with 4 bits for G = 128, with 2 bits for G = 16. Larger groups, or
+    rows that share one scale, repeat theirs. A zero point z of other programs, ``scale * (code - z)``, is an offset of
+    ``-scale * z``, which is exact in float32 if the scale comes from a format of 16 bits and z has at most 8.
 
     Without ``offsets`` the dtype of the codes says which format they have:
 
@@ -177,25 +180,24 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     bytes.
 
     Args:
-        codes: with offsets (E, N, H) uint8, of at most 15 with 4 bits; for MXFP4 (E, N, H / 32, 16) uint8; for
+        codes: with offsets (E, N, H) uint8, below 2**bits; for MXFP4 (E, N, H / 32, 16) uint8; for
             "symmetric" (E, N, H) int8; for FP8 (E, N, H) float8_e4m3fn; any strides.
         scales: with offsets (E, N, ceil(H / G)) float32; for MXFP4 (E, N, H / 32) uint8, exponents of two plus 127; for
             "symmetric" (E, N, ceil(H / 16)) float32; for FP8 (E, ceil(N / 128), ceil(H / 128)) or (E, N, ceil(H / 128))
             float32, the factors of the codes' values; any strides.
         offsets: (E, N, ceil(H / G)) float32, any strides; or None.
-        bits: 8 or 4 with offsets. Without them it stays 8.
+        bits: 8, 4 or 2 with offsets. Without them it stays 8.
 
     Returns:
         The packed weight, with the format "affine", "mxfp", "symmetric" or "fp". Exact.
 
     Raises:
         TypeError: an argument is not a tensor, its dtype is not as above, or ``bits`` is not an int.
-        ValueError: a rank, size or device does not fit, ``bits`` is not as above, or a code is above 15 with 4 bits.
+        ValueError: a rank, size or device does not fit, ``bits`` is not as above, or a code has more bits.
     """
     check_pack_weight(codes, scales, offsets, bits)
     if offsets is not None:
-        if bits == 4:
-            _check_codes(codes)
+        _check_codes(codes, bits)
         _, outputs, inputs = codes.shape
         packed = _runs_in_tiles(FORMATS["affine", bits], (scales, offsets), codes)
         return QuantizedWeight(packed, bits, outputs, inputs, "affine")
@@ -219,14 +221,15 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     return QuantizedWeight(packed, 4, outputs, groups * GROUP, "mxfp")
 
 
-def _check_codes(codes: Tensor) -> None:
-    if codes.is_meta or isinstance(codes, FakeTensor):  # they hold no numbers
+def _check_codes(codes: Tensor, bits: int) -> None:
+    if bits == 8 or codes.is_meta or isinstance(codes, FakeTensor):  # they hold no numbers
         return
-    above = codes > 15
+    most = 2**bits - 1
+    above = codes > most
     if bool(above.any()):
         place = above.nonzero()[0].tolist()
         raise ValueError(
-            f"pack_weight: codes must be at most 15 with 4 bits, got {int(codes[tuple(place)])} at {place}"
+            f"pack_weight: codes must be at most {most} with {bits} bits, got {int(codes[tuple(place)])} at {place}"
         )
 
 
@@ -464,8 +467,9 @@ def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Ten
     numbers = torch.cat([runs[..., :head].flatten(2), last[..., :head]], dim=2).reshape(-1).view(torch.float32)
     codes = torch.cat([runs[..., head:].flatten(2), last[..., head:]], dim=2)
     if line < TILE:
-        pairs = codes.view(experts, tiles, padded // 2, TILE)
-        codes = torch.stack([pairs & 15, pairs >> 4], dim=3)
+        bits = number % 10
+        together = codes.view(experts, tiles, padded * bits // 8, TILE)
+        codes = torch.stack([together >> place & 2**bits - 1 for place in range(0, 8, bits)], dim=3)
     by_input = codes.view(experts, tiles, padded, TILE)
     by_run = numbers.view(experts, tiles, whole + (rest > 0), heads, TILE).permute(3, 0, 1, 4, 2)
     return [by_input.transpose(2, 3).flatten(1, 2), *by_run.flatten(2, 3).unbind()]
@@ -482,7 +486,10 @@ def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Ten
         filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
         by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
         if line < TILE:
-            by_input = by_input[:, ::2] | by_input[:, 1::2] << 4
+            bits = number % 10
+            places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+            together = by_input.unflatten(1, (padded * bits // 8, 8 // bits)) << places
+            by_input = together.sum(2, dtype=torch.uint8)
         more = up(padded, size) // size - heads[0].shape[2], tiles * TILE - outputs
         numbers = torch.stack([F.pad(head[expert], (0, more[0], 0, more[1])) for head in heads])
         by_run = numbers.view(len(heads), tiles, TILE, numbers.shape[2]).permute(1, 3, 0, 2)

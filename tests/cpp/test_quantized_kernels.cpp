@@ -79,9 +79,10 @@ double weight_at(const Buffer<uint8_t>& bytes, Sizes s, WeightFormat format, int
   if (is_fused(format)) {
     const int64_t in_run = input % fused_run(format);
     const uint8_t* codes = tile + fused_begin(format, input) + fused_head_bytes(format);
-    const uint8_t both = codes[(format == kAffine4 ? in_run / 2 : in_run) * kQuantizedTile + lane];
-    if (format == kSymmetric8) return 0.5 * static_cast<int8_t>(both);
-    return 0.5 * (format == kAffine8 ? both : in_run % 2 == 0 ? both & 15 : both >> 4) + 0.5;
+    const int64_t together = 8 / bits_of(format);
+    const uint8_t byte = codes[in_run / together * kQuantizedTile + lane];
+    if (format == kSymmetric8) return 0.5 * static_cast<int8_t>(byte);
+    return 0.5 * (byte >> in_run % together * bits_of(format) & ((1 << bits_of(format)) - 1)) + 0.5;
   }
   const int64_t number = input / kQuantizedGroup;
   const uint8_t* super =
@@ -225,7 +226,7 @@ TEST_CASE("quantized_linear refuses offsets that do not cut the rows") {
 }
 
 TEST_CASE("quantized_linear_input_grad, with empty experts and unused rows") {
-  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8, kAffine8, kAffine4, kSymmetric8}) {
+  for (const WeightFormat format : {kInt8, kInt4, kMxfp4, kFp8, kAffine8, kAffine4, kAffine2, kSymmetric8}) {
     check_input_grad<float>({0, 10, 10, 70, 71}, 80, 37, 19, format);
     check_input_grad<BFloat16>({0, 0, 64, 165}, 170, 130, 65, format);
     check_input_grad<Float16>({0, 3, 9}, 9, 290, 64, format);

@@ -171,8 +171,8 @@ float value_of(const uint8_t* tile, int64_t input, int64_t output) {
     memcpy(&scale, run + 4 * output, sizeof(scale));
     return static_cast<float>(static_cast<int8_t>(codes[i * kQuantizedTile + output])) * scale;
   }
-  const int code = kFormat == kAffine8 ? codes[i * kQuantizedTile + output]
-                                       : codes[i / 2 * kQuantizedTile + output] >> i % 2 * 4 & 15;
+  constexpr int64_t kBits = bits_of(kFormat), kTogether = 8 / kBits;
+  const int code = codes[i / kTogether * kQuantizedTile + output] >> i % kTogether * kBits & ((1 << kBits) - 1);
   float scale, offset;
   memcpy(&scale, run + 4 * output, sizeof(scale));
   memcpy(&offset, run + 4 * (kQuantizedTile + output), sizeof(offset));
@@ -310,6 +310,8 @@ TEST_CASE("quantized_linear by fused multiply-adds: the bits of a plain loop, fo
   judge_many<kAffine8, BFloat16>(23, Values::kUsual);
   judge_many<kAffine4, float>(24, Values::kUsual);
   judge_many<kAffine4, Float16>(25, Values::kUsual);
+  judge_many<kAffine2, float>(31, Values::kUsual);
+  judge_many<kAffine2, BFloat16>(32, Values::kUsual);
   judge_many<kSymmetric8, float>(28, Values::kUsual);
   judge_many<kSymmetric8, BFloat16>(29, Values::kUsual);
 }
@@ -319,6 +321,7 @@ TEST_CASE("quantized_linear by fused multiply-adds: NaN, infinities, subnormal n
   judge_many<kFp8, BFloat16>(20, Values::kSpecial);
   judge_many<kAffine8, float>(26, Values::kSpecial);
   judge_many<kAffine4, float>(27, Values::kSpecial);
+  judge_many<kAffine2, float>(33, Values::kSpecial);
   judge_many<kSymmetric8, float>(30, Values::kSpecial);
 }
 
@@ -329,12 +332,14 @@ TEST_CASE(
     judge<kFp8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kAffine8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kAffine4, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
+    judge<kAffine2, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
     judge<kSymmetric8, float>(random, rows, 32 * (rows % 9), 64, Values::kUsual);
   }
   for (const int64_t rows : {96, 97, 193}) {
     judge<kFp8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kAffine8, float>(random, rows, 40, 33, Values::kUsual);
     judge<kAffine4, float>(random, rows, 40, 33, Values::kUsual);
+    judge<kAffine2, float>(random, rows, 40, 33, Values::kUsual);
     judge<kSymmetric8, float>(random, rows, 40, 33, Values::kUsual);
   }
 }

@@ -242,10 +242,10 @@ FAULTS = [
         (AFFINE, "-k", "with_one_input and native"),
     ),
     Fault(
-        "the second of two inputs in a byte takes the code of the first",
+        "all inputs of a byte take the code of the first",
         FUSED,
-        "weight(codes >> 4, v);",
-        "weight(codes & 15, v);",
+        "codes >> i * kBits;",
+        "codes;",
         (AFFINE, "-k", "with_one_input and native"),
     ),
     Fault(
@@ -258,8 +258,8 @@ FAULTS = [
     Fault(
         "32 symmetric weights share a scale",
         "csrc/kernels/quantized_weight.h",
-        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup / 2",
-        "format == WeightFormat::kSymmetric8 ? kQuantizedGroup",
+        "format == WeightFormat::kAffine2 ? kQuantizedGroup / 2",
+        "format == WeightFormat::kAffine2 ? kQuantizedGroup",
         (SYMMETRIC, "-k", "with_one_input and native"),
     ),
     Fault(
@@ -277,10 +277,10 @@ FAULTS = [
         (AFFINE, "-k", "rounded_once and reference"),
     ),
     Fault(
-        "a code of more than 4 bits spills into the next input's",
+        "a code of too many bits spills into the next input's",
         REFERENCE,
-        "            _check_codes(codes)\n",
-        "            pass\n",
+        "        _check_codes(codes, bits)\n",
+        "        pass\n",
         ("tests/ops/test_errors.py", "-k", "pack_weight and affine_codes_16"),
     ),
     Fault(

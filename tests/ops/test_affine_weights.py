@@ -12,11 +12,11 @@ from pymoe.bench.operators import offsets_of
 
 pytestmark = pytest.mark.only_on("cpu")
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
-BITS = pytest.mark.parametrize("bits", [8, 4])
+BITS = pytest.mark.parametrize("bits", [8, 4, 2])
 SIZES = pytest.mark.parametrize(
     ("outputs", "inputs"), [(1, 1), (70, 45), (130, 257), (256, 128), (129, 384), (64, 160), (3, 33)]
 )
-GROUP = {8: 32, 4: 128}
+GROUP = {8: 32, 4: 128, 2: 16}
 """Inputs that share a scale and an offset."""
 
 
@@ -94,14 +94,14 @@ def test_empty_weights_come_back(backend, sizes, bits):
         assert_same_bits(came, part, "part")
 
 
-def test_a_weight_takes_ten_bits_or_four_and_a_half():
-    for bits, size in ((8, 10), (4, 4.5)):
+def test_a_weight_takes_ten_bits_or_four_and_a_half_or_six():
+    for bits, size in ((8, 10), (4, 4.5), (2, 6)):
         assert pymoe.ops.pack_weight(*stored(3, 256, 384, bits), bits).packed.nbytes == 3 * 256 * 384 * size / 8
 
 
 def test_the_layout_is_the_one_that_the_module_describes():
     """Kernels, and files, depend on it."""
-    for bits in (8, 4):
+    for bits in (8, 4, 2):
         codes, scales, offsets = stored(1, 64, 288, bits)
         packed = pymoe.ops.pack_weight(codes, scales, offsets, bits).packed[0, 0]
         at = 0
@@ -110,7 +110,8 @@ def test_the_layout_is_the_one_that_the_module_describes():
                 assert_same_bits(packed[at : at + 256].view(torch.float32), part[0, :, group], "numbers")
                 at += 256
             some = codes[0, :, group * GROUP[bits] : (group + 1) * GROUP[bits]]
-            some = some if bits == 8 else some[:, ::2] | some[:, 1::2] << 4
+            together = 8 // bits
+            some = sum(some[:, i::together] << bits * i for i in range(together))
             assert torch.equal(packed[at : at + some.numel()], some.T.flatten())
             at += some.numel()
         assert at == len(packed)
@@ -195,7 +196,7 @@ def test_no_weights_are_rounded_to_it_but_layers_of_the_meta_device_have_its_siz
     for backend in (pymoe.ops, pymoe.reference):
         with pytest.raises(ValueError, match="quantize_weight: format must be one to which weights are rounded"):
             backend.quantize_weight(weight, 8, "affine")
-        for bits in (8, 4):
+        for bits in (8, 4, 2):
             empty = backend.quantize_weight(weight.to("meta"), bits, "affine")
             whole = pymoe.ops.pack_weight(*stored(2, 70, 45, bits), bits)
             assert empty.packed.shape == whole.packed.shape

@@ -192,7 +192,7 @@ def stored_affine(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Ten
         ends = torch.randn(2, experts, outputs, up(inputs, size) // size, generator=generator)
         return codes, *ends.unbind(), bits
 
-    for bits in (8, 4):
+    for bits in (8, 4, 2):
         name = f"affine{bits}"
         for sizes in ((1, 1, 1), (2, 3, 5), (1, 64, 128), (3, 65, 129), (1, 130, 257), (2, 129, 31), (1, 5, 224)):
             yield "x".join(map(str, sizes)) + f"_{name}", *some(*sizes, bits)

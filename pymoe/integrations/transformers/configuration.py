@@ -59,7 +59,8 @@ class PymoeConfig(QuantizationConfigMixin):
     weights of a saved model have several formats, or some of them none.
 
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, None for ``"stored"``. Elsewhere None stands for 8.
+        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, also 2 for ``"affine"``, None for ``"stored"``. Elsewhere None
+            stands for 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` or
             ``"symmetric"`` for integers of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the
             format of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.

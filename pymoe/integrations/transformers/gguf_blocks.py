@@ -4,6 +4,7 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 
 - Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
 - Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
+- Q2_K is codes with a scale and an offset for 16 inputs, as "affine" in 2 bits has.
 - Q6_K, Q3_K, IQ4_NL and IQ4_XS are signed codes with a scale for 16 or 32 inputs, as "symmetric" has.
 - F32, F16 and BF16 are no blocks: experts of these alone take the model's dtype, as all other weights do.
 - All others are widened and rounded to integers of 8 bits, one expert after another.
@@ -11,6 +12,7 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +31,7 @@ HALVES = {
     **dict.fromkeys(("Q4_K", "Q5_K", "Q5_1", "Q4_1"), slice(0, 4)),
     **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
     **dict.fromkeys(("Q6_K", "Q3_K"), slice(-2, None)),
+    "Q2_K": slice(-4, None),
 }
 """Where a block has its float16."""
 ONE = b"\x00\x3c"
@@ -135,15 +138,24 @@ def _pack_mxfp4(blocks: list[tuple[str, Tensor]], join: Join, _: Any) -> Quantiz
     return pack_weight((codes[..., ::2] | codes[..., 1::2] << 4)[None], rows[None, ..., 0].contiguous())
 
 
-def _pack_affine(blocks: list[tuple[str, Tensor]], join: Join, _: Any) -> QuantizedWeight:
+def _pack_affine(blocks: list[tuple[str, Tensor]], join: Join, _: Any, bits: int = 8) -> QuantizedWeight:
     parts = zip(*(_affine(name, one) for name, one in blocks), strict=True)
     codes, scales, offsets = (join(list(part))[None] for part in parts)
-    return pack_weight(codes, scales, offsets, bits=8)
+    return pack_weight(codes, scales, offsets, bits)
 
 
 def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes (N, H) uint8, scales and offsets (N, H / 32) float32 for which blocks stand. Exact."""
+    """Return the codes (N, H) uint8, scales and offsets float32 for which blocks stand. Exact.
+
+    Scales and offsets are (N, H / 32), and (N, H / 16) of Q2_K.
+    """
     halves = _halves(blocks, name)
+    if name == "Q2_K":  # bits 2 g and 2 g + 1 of byte j of a half belong to its input 32 g + j
+        both = blocks[..., :16]
+        scales, minima = halves[..., :1] * (both & 15), halves[..., 1:] * (both >> 4)
+        places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+        codes = blocks[..., 16:80].unflatten(-1, (2, 1, GROUP)) >> places & 3
+        return codes.flatten(1), scales.flatten(1), -minima.flatten(1)
     rest = blocks[..., HALVES[name].stop :]
     if name in ("Q4_K", "Q5_K"):
         scales, minima = (halves[..., None] * fields_of_q4_k(rest[..., :12])).unbind(-2)
@@ -185,16 +197,18 @@ def _symmetric(name: str, blocks: Tensor, gguf: Any) -> tuple[Tensor, Tensor]:
     return of_codes.to(torch.int8), of_scales[:, :: GROUP // 2]
 
 
-_PACK = {
+_PACK: dict[Format, Callable[[list[tuple[str, Tensor]], Join, Any], QuantizedWeight]] = {
     ("int", 4): _pack_int4,
     ("mxfp", 4): _pack_mxfp4,
     ("affine", 8): _pack_affine,
+    ("affine", 2): functools.partial(_pack_affine, bits=2),
     ("symmetric", 8): _pack_symmetric,
 }
 KEPT: dict[str, Format] = {
     **dict.fromkeys(HALVES, ("affine", 8)),
     **dict.fromkeys(ONES, ("symmetric", 8)),
     "Q4_K": ("int", 4),
+    "Q2_K": ("affine", 2),
     "MXFP4": ("mxfp", 4),
 }
 """Formats of the types that are kept as they are."""

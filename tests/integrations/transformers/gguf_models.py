@@ -34,6 +34,7 @@ HALVES = {
     "Q6_K": slice(208, 210),
     "IQ4_NL": slice(0, 2),
     "IQ4_XS": slice(0, 2),
+    "IQ3_S": slice(0, 2),
 }
 """The float16 of a block of those types that the package gguf does not write."""
 

@@ -205,7 +205,7 @@ def test_a_folder_that_lacks_weights_in_floating_point_is_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("name", ["Q2_K"])
+@pytest.mark.parametrize("name", ["IQ3_S"])
 def test_other_types_are_rounded_to_8_bits_with_a_warning(name, tmp_path):
     config, expected, _ = gguf_models.write(tmp_path / "x.gguf", "qwen3moe", name, num_hidden_layers=1)
     text = f"2 of 2 weights of experts are rounded to 8 bits, .*: 2 in {name}; the first is 'blk.0.ffn_gate_exps.weight"
@@ -665,7 +665,7 @@ def test_a_damaged_header_is_refused_or_says_the_same(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*rounded to 8 bits")
-@pytest.mark.parametrize(("down", "count"), [("Q2_K", 1 + 4), ("Q6_K", 2 * 4)])
+@pytest.mark.parametrize(("down", "count"), [("IQ3_S", 1 + 4), ("Q6_K", 2 * 4)])
 def test_experts_are_never_widened_as_a_whole(down, count, tmp_path, monkeypatch):
     """Only one expert's rows at a time are floating point: those that are rounded, of which one block is tried before,
     or, twice, those that are products of codes and scales.
