@@ -444,7 +444,8 @@ def check_format(operator: str, bits: object, format: object, of: str = "") -> N
     if format not in known:
         *first, last = map(repr, known)
         raise ValueError(f"{operator}: {of}format must be {', '.join(first)} or {last}, got {format!r}")
-    fitting = " or ".join(map(str, known[format])) + ("" if format == "int" else f" for format {format!r}")
+    *some, last = map(str, known[format])
+    fitting = (", ".join(some) + " or " if some else "") + last + ("" if format == "int" else f" for format {format!r}")
     checks.integer(operator, f"{of}bits", bits, 4, 8, fitting)
     if bits not in known[format]:
         raise ValueError(f"{operator}: {of}bits must be {fitting}, got {bits}")

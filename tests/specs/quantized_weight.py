@@ -333,12 +333,15 @@ def _pack_errors() -> Iterator[ErrorInput]:
     yield wrong("affine_scales_H", ValueError, "size 5 (groups of 32 of H of codes) in", codes, four, ends)
     yield wrong("affine_offsets_H", ValueError, "size 2 (groups of 128 of H of codes) in", codes, four, ends, 4)
     yield wrong("affine_device", ValueError, "offsets must be on the device of codes", codes, ends, ends.to("meta"))
-    yield wrong("affine_bits", ValueError, "bits must be 8 or 4 for format 'affine', got 5", codes, ends, ends, 5)
+    yield wrong("affine_bits", ValueError, "bits must be 8, 4 or 2 for format 'affine', got 5", codes, ends, ends, 5)
     yield wrong("affine_bits_bool", TypeError, "bits must be an int, got bool", codes, ends, ends, True)
     large = codes.clone()
     large[1, 2, 3] = 16
     match = "codes must be at most 15 with 4 bits, got 16 at [1, 2, 3]"
     yield wrong("affine_codes_16", ValueError, match, large, four, four, 4)
+    two = torch.ones(large.shape[0], large.shape[1], up(large.shape[2], 16) // 16)
+    match = "codes must be at most 3 with 2 bits, got 16 at [1, 2, 3]"
+    yield wrong("affine_codes_4", ValueError, match, large.clamp(max=3).where(large < 16, large), two, two, 2)
 
 
 def _unpack_errors() -> Iterator[ErrorInput]:
