@@ -81,8 +81,8 @@ def quantize_layer(layer, bits, format="int"):
         return
     experts = layer.experts
     weights = [in_format(weight.detach(), bits, format) for weight in (experts.w_in, experts.w_out)]
-    layer.experts = QuantizedExperts.from_experts(experts, bits)
-    layer.experts.format = format
+    layer.experts = QuantizedExperts.from_experts(experts, 8)
+    layer.experts.bits, layer.experts.format = bits, format
     for name, weight in zip(("w_in", "w_out"), weights, strict=True):
         setattr(layer.experts, name, QuantizedLinear.from_quantized(weight, experts.backend).train(experts.training))
 

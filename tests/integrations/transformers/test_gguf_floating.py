@@ -65,6 +65,14 @@ def test_a_file_without_any_quantised_weight_keeps_its_16_bits(tmp_path):
             assert_same_bits(parameter.detach(), wide[name].detach().bfloat16(), name)
 
 
+def test_gate_and_up_may_be_in_different_types_of_16_bits(tmp_path):
+    path = tmp_path / "x.gguf"
+    config, expected, _ = gguf_models.write(
+        path, "qwen3moe", lambda name: "F16" if "gate" in name else "BF16", num_hidden_layers=1
+    )
+    assert_holds(read(path, config), expected)
+
+
 def test_weights_of_one_network_are_both_packed_or_both_not(tmp_path):
     path = tmp_path / "x.gguf"
     config, expected, _ = gguf_models.write(
