@@ -73,11 +73,13 @@ def test_bits_for_weights_that_are_decoded_in_several_parts(form, dtype):
 def test_native_gradients_equal_the_references(dtype):
     """Those of rows and biases, for every fifth finite sample, within the tolerance of grouped_linear.
 
-    Stored weights may be hundreds, so that sums cancel; the tolerance is then one of the largest gradient.
+    Stored weights may be hundreds, so that sums cancel; the tolerance is then one of the largest gradient. Weights with
+    special values are left out: whether a sum of them is infinite or NaN depends on its order.
     """
     rtol, atol = OPERATORS["grouped_linear"].tolerances[dtype]
     for sample in list(samples_of(SPECS[0], dtype))[::5]:
-        if (leaves := with_grad(sample)) is not None:
+        leaves = with_grad(sample)
+        if leaves is not None and not sample.name.startswith("stored_special"):
             (_, found), (_, expected) = (
                 gradients(pymoe.ops.quantized_linear, leaves),
                 gradients(pymoe.reference.quantized_linear, leaves),
