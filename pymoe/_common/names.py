@@ -38,9 +38,10 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _
 
 def _nearest(name: str, names: Iterable[str]) -> list[str]:
     """Return at most three names that resemble ``name`` nearly as much as the nearest one does."""
-    near = difflib.get_close_matches(name, names, 3, cutoff=0.65)
-    likeness = [difflib.SequenceMatcher(None, one, name).ratio() for one in near]
-    return [one for one, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
+    lower = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name.lower(), lower, 3, cutoff=0.65)
+    likeness = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
+    return [lower[one] for one, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
 
 
 def no_such_argument(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> TypeError:
@@ -91,7 +92,8 @@ def also_called(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             for other, name in names.items():
                 if other in kwargs:
                     if name in kwargs:
-                        raise TypeError(f"{function.__name__}: {other} is another name of {name}, got both")
+                        owner = function.__qualname__.removesuffix(".__init__")
+                        raise TypeError(f"{owner}: {other} is another name of {name}, got both")
                     kwargs[name] = kwargs.pop(other)
             return function(*args, **kwargs)
 

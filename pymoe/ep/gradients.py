@@ -19,7 +19,9 @@ from pymoe._common import checks
 from pymoe.ep.agreement import assert_same_on_all_ranks
 from pymoe.ep.call import update_sharding
 from pymoe.ep.experts import ExpertShards, mark_replaced
+from pymoe.ep.shard import checksum
 from pymoe.ep.sharding import local_data
+from pymoe.nn.quantized_dense import QuantizedDenseLinear
 
 
 def data_parallel(
@@ -278,17 +280,22 @@ def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: Device
         name: {
             "options": one.extra_repr(),
             "placement": one.sharding.order,
-            **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in one.named_parameters()},
+            **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in _stacked(one)},
         }
         for name, one in experts.items()
     }
     assert_same_on_all_ranks("data_parallel", group, {"layer": seen}, None)
     first = dist.get_process_group_ranks(group)[0]
     for one in experts.values():
-        for stacked in [*one.parameters(), *one.buffers()]:
+        for _, stacked in _stacked(one):
             own = local_data(stacked)
             if own.numel() and not own.is_meta:
                 dist.broadcast(own, first, group=group)
+
+
+def _stacked(experts: ExpertShards) -> list[tuple[str, Tensor]]:
+    """Return the tensors that are spread over ranks, by their names; weights in few bits are buffers."""
+    return [*experts.named_parameters(), *experts.named_buffers()]
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -310,14 +317,19 @@ def _ddp(
     experts: dict[str, ExpertShards],
     options: dict[str, Any],
 ) -> DistributedDataParallel:
-    sharded = [
-        f"{name}.{own}".lstrip(".")
-        for name, one in experts.items()
-        for own, _ in [*one.named_parameters(), *one.named_buffers()]
-    ]
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sharded]
+    sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in _stacked(one)]
+    # Of dense layers in few bits DDP would send the weights, which are buffers, in every forward.
+    dense = {
+        f"{name}.packed".lstrip("."): one.packed
+        for name, one in model.named_modules()
+        if isinstance(one, QuantizedDenseLinear)
+    }
+    group = data_parallel_mesh.get_group()
+    sums = {name: checksum(packed) for name, packed in dense.items()}
+    assert_same_on_all_ranks("data_parallel", group, {"checksum of": sums}, None)
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *sharded, *dense]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapped = DistributedDataParallel(model, process_group=data_parallel_mesh.get_group(), **options)
+    wrapped = DistributedDataParallel(model, process_group=group, **options)
     if mesh.ndim == 2 and mesh.size(0) > 1:
         wrapped.register_forward_pre_hook(_ReplicaAverage(list(experts.values()), mesh))
     return wrapped

@@ -361,6 +361,8 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"backend={self.backend!r}"
+        if self.score_before_experts:
+            text = f"score_before_experts=True, {text}"
         return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
@@ -447,7 +449,8 @@ class MoE(nn.Module):
         experts_S1 = experts_TK.reshape(-1, 1)  # every choice is a token with one choice here, whose weight is 1
         ones_S1 = torch.ones_like(experts_S1, dtype=weights_TK.dtype)
         rows_SH = self._apply_experts(scaled_TKH.flatten(0, 1), experts_S1, ones_S1, capacity, None)
-        return rows_SH.reshape(*experts_TK.shape, rows_SH.shape[1]).sum(dim=1)
+        rows_TKH = rows_SH.reshape(*experts_TK.shape, rows_SH.shape[1])
+        return rows_TKH.sum(dim=1, dtype=rows_TKH.dtype)  # without a dtype, CUDA's autocast would make it float32
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
         """Raise unless the kernels accept the activation and the choice, which may come from any router and losses."""

@@ -45,7 +45,7 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
 
     Raises:
         TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
-        ValueError: no quantised experts of ``model`` are mapped from files.
+        ValueError: no quantised experts of ``model`` are mapped from files, or some are spread over ranks.
         OSError: the system has no ``/proc/self/maps``, which says what is mapped.
 
     Example:
@@ -65,6 +65,10 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
         for module in model.modules()
         if isinstance(module, QuantizedLinear) and not isinstance(module, QuantizedDenseLinear)
     ]
+    if enabled and any(hasattr(layer.packed, "to_local") for layer in weights):  # a DTensor
+        raise ValueError(
+            "prefetch_experts: model must have whole experts, got some that pymoe.ep.shard has spread over ranks"
+        )
     files = mappings() if enabled else []
     found = [_prefetch_of(layer.packed, files) for layer in weights]
     if enabled and not any(found):

@@ -186,13 +186,16 @@ class ExpertClient(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return an iterator over no parameters, and warn: an optimizer of a client would train nothing.
 
-        Models that hold clients have their own parameters as always, without a warning.
+        Models that hold clients have their own parameters as always, without a warning, and so does code that asks each
+        module for its own parameters alone, as DDP does.
         """
-        warnings.warn(
-            f"ExpertClient {self.name!r} has no parameters: the server updates the expert in every backward pass, by "
-            f"the optimizer of ExpertBackend(name, expert, opt); an optimizer here is for the model's own parameters",
-            stacklevel=2,
-        )
+        if recurse:
+            warnings.warn(
+                f"ExpertClient {self.name!r} has no parameters: the server updates the expert in every backward pass, "
+                f"by the optimizer of ExpertBackend(name, expert, opt); an optimizer here is for the model's own "
+                f"parameters",
+                stacklevel=2,
+            )
         return super().parameters(recurse)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,5 @@
-"""Tests of the blocks of "How to ..." that are not Python: certificates, commands, a unit for systemd, a container."""
+"""Tests of the blocks of "How to ..." that are not Python: certificates and commands."""
 
-import json
 import shlex
 import subprocess
 from argparse import Namespace
@@ -27,22 +26,18 @@ def texts(language: str) -> list[str]:
 
 def commands() -> list[list[str]]:
     """Return the arguments of every command of ``pymoe.remote`` on the page."""
-    (unit,), (container,) = texts("ini"), texts("dockerfile")
-    lines = [line for text in (*texts("sh"), unit) for line in text.splitlines() if SERVED in line]
-    last = json.loads(container.split("CMD ")[1])
-    return [shlex.split(line.split(SERVED)[1]) for line in lines] + [last[3:]]
+    lines = [line for text in texts("sh") for line in text.splitlines() if SERVED in line]
+    return [shlex.split(line.split(SERVED)[1]) for line in lines]
 
 
 def test_the_commands_of_servers_have_options_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Namespace] = []
     for name in ("serve", "info"):
         monkeypatch.setattr(cli, name, lambda options: given.append(options) or 0)
-    assert [cli.main(words) for words in commands()] == [0] * 4
-    serving = [options for options in given if options.command == "serve"]
-    assert len(serving) == 3
-    for options in serving:
-        assert options.listen == "0.0.0.0:7000"
-        assert all((options.checkpoints, options.token_file, options.tls_cert, options.tls_key))
+    assert [cli.main(words) for words in commands()] == [0] * 2
+    (options,) = (options for options in given if options.command == "serve")
+    assert options.listen == "0.0.0.0:7000"
+    assert all((options.checkpoints, options.token_file, options.tls_cert, options.tls_key))
 
 
 def test_the_certificate_serves_and_is_trusted(tmp_path: Path) -> None:

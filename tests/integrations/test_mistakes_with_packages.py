@@ -16,7 +16,10 @@ adapter.enable(LlamaForCausalLM(LlamaConfig(**sizes)))
 """,
         "expected a model with experts behind transformers' interface, .* got LlamaForCausalLM with none of them",
     ),
-    "another block": ("adapter.from_transformers(nn.Linear(3, 3))", "got Linear; known are AXK2MoE, AfmoeSparseMoeBlock, "),
+    "another block": (
+        "adapter.from_transformers(nn.Linear(3, 3))",
+        "got Linear; known are AXK2MoE, ",
+    ),
     "5 bits": ("adapter.PymoeConfig(bits=5)", "PymoeConfig: bits must be 8 or 4, got 5"),
     "load_in_4bit": ("adapter.PymoeConfig(load_in_4bit=True)", r"got \{'load_in_4bit': True\}: bits=4 gives 4 bits"),
     "bit": ("adapter.PymoeConfig(bit=4)", r"got \{'bit': 4\}: did you mean 'bits'\?"),

@@ -57,6 +57,7 @@ NAMES: Table = {
     "hidden_dim of Experts": ("Experts(hidden_dim=16)", r"^TypeError: Experts: .*did you mean 'hidden_size'\?"),
     "nbits": ("quantize_experts(moe.eval(), nbits=4)", r"there is no argument 'nbits': did you mean 'bits'\?"),
     "load_in_4bit": ("quantize_experts(moe.eval(), load_in_4bit=True)", "'load_in_4bit': bits=4 gives 4 bits"),
+    "a name in lower case": ("pymoe.moe", "module 'pymoe' has no attribute 'moe': did you mean 'MoE'"),
     "a name in pymoe": ("pymoe.piplines", "module 'pymoe' has no attribute 'piplines': did you mean 'pipeline'"),
     "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
 }

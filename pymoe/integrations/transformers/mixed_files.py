@@ -37,7 +37,7 @@ def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
                 numbers[name.removesuffix(ENDING)] = next(iter(file.get_tensor(name).flatten().tolist()), None)
             elif file.get_slice(name).get_dtype() == "U8":
                 packed.add(name)
-    names = interface.names_in_model(model, packed | numbers.keys())
+    names = interface.names_in_model(model, sorted(packed | numbers.keys()))
     return {name: numbers.get(own) for own, name in names.items()}
 
 

@@ -70,6 +70,22 @@ def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
         yield own, f"{weight}$", rf"{weight}\.sizes$"
 
 
+def shared_sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    r"""Yield patterns for the names of layers' weights in files, and whether these layers have no bias.
+
+    Layers whose paths differ in one number share a pattern, because transformers tries each one on every tensor's name,
+    of which files with single experts have 100,000. The pattern's group, ``\1`` in a target, is the path of a layer.
+    """
+    found: dict[tuple[str, str, bool], list[str]] = {}
+    for name in sorted(names):
+        own = name.removeprefix(f"{model.base_model_prefix}.")
+        before, *rest = re.split(r"(?<=\.)(\d+)(?=\.)", own, maxsplit=1)
+        number, after = rest or ("", "")
+        found.setdefault((before, after, model.get_submodule(name).bias is None), []).append(number)
+    for (before, after, unbiased), numbers in found.items():
+        yield rf"\b({re.escape(before)}(?:{'|'.join(numbers)}){re.escape(after)})\.weight$", unbiased
+
+
 def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
     """Rename the tensors of quantised layers in a state; return their new names."""
     renamed = []

@@ -82,7 +82,7 @@ class PymoeQuantizer(HfQuantizer):
         self.own: Callable[[int], slice] | None = None
         """Takes a number of experts, and returns those to keep of a stacked weight; None to keep all."""
         self.state_to_save: Any = None
-        """The state dict that ``save_pretrained`` was given, while it runs; None for the model's own."""
+        """The state dict that ``save_pretrained`` was given, until it is written; None for the model's own."""
         self._hooks: list[RemovableHandle] = []
         self._tensors: set[str] = set()
         """Names of the tensors of quantised weights in files whose format is one of rows."""
@@ -159,7 +159,7 @@ class PymoeQuantizer(HfQuantizer):
                 )
         elif isinstance(self.stored, StoredRows):
             weights = {f"{name.rpartition('.')[0]}.{WEIGHT}" for name in self._tensors}
-            layers = quantized_dense.layers_of(model, set(interface.names_in_model(model, weights).values()))
+            layers = quantized_dense.layers_of(model, set(interface.names_in_model(model, sorted(weights)).values()))
             self.dense = dict.fromkeys(layers, (self.stored.format, self.stored.bits))
         else:
             layers = quantized_dense.layers_of(model, numbers)
@@ -206,7 +206,7 @@ class PymoeQuantizer(HfQuantizer):
         The file is deleted with the last reference to the tensor.
         """
         folder = self.quantization_config.folder
-        if folder is None:
+        if folder is None or not packed.numel():
             return packed
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
@@ -257,14 +257,13 @@ class PymoeQuantizer(HfQuantizer):
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
         first = []
-        layers = zip(sorted(self.dense), quantized_dense.sources(model, self.dense), strict=True)
-        for name, (own, one, _) in layers:
+        for one, unbiased in quantized_dense.shared_sources(model, self.dense):
             if self.quantization_config.linear_bits is not None:
-                sources, target = stored.sources([one]), own + quantized_dense.ENDING
+                sources, target = stored.sources([one]), rf"\1{quantized_dense.ENDING}"
                 first.append(interface.converter(sources, target, Widen(self, [one], Pack(self))))
             else:
-                sources = stored.sources([one], unbiased=model.get_submodule(name).bias is None)
-                first.append(interface.converter(sources, f"{own}.packed", TakeRows(self, [one])))
+                sources = stored.sources([one], unbiased=unbiased)
+                first.append(interface.converter(sources, r"\1.packed", TakeRows(self, [one])))
         for name in WEIGHTS:
             whole = [rf"\.{name}$"]
             first.append(interface.converter(stored.sources(whole), f".{name}.packed", TakeRows(self, whole)))
@@ -314,10 +313,15 @@ class PymoeQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Return the state that ``save_pretrained`` writes, under the names in the files, and metadata."""
+        given, self.state_to_save = self.state_to_save, None
         if interface.saves_adapter_alone(model):
             return None, {}
-        given, self.state_to_save = self.state_to_save, None
+        if given is not None and not given:  # ranks other than the first: FSDP gathers the state there alone
+            return {}, {}
         state = model.state_dict() if given is None else dict(given)
+        quantised = [*_quantised(model), *quantized_dense.quantized_layers(model)]
+        if lacking := [name for name, _ in quantised if f"{name}.packed" not in state]:
+            raise ValueError(f"save_pretrained: expected a state_dict with {lacking[0] + '.packed'!r}, got none")
         for name, _ in _quantised(model):
             state[name] = state.pop(f"{name}.packed")
         endings = [f".{name}{ending}" for name in WEIGHTS for ending in ("", ".sizes")]

@@ -23,6 +23,7 @@ from transformers import (
 from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, affine_files, fp8_files
 from pymoe.integrations.transformers.configuration import STORED, configuration_for
+from pymoe.integrations.transformers.quantizer import PymoeQuantizer
 from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 from pymoe.quantize import main
 
@@ -236,6 +237,24 @@ def test_every_code_has_its_value_with_every_zero_point_in_every_place_of_a_word
 def test_dense_layers_are_rounded_with_linear_bits(published, bits):
     model = read(published, bits, linear_bits=8)
     assert assert_dense_layers_are_rounded(model, published.parent / "plain") >= 4 * 2 + 3 + 1
+
+
+@each("gptq")
+def test_layers_share_converters(published, monkeypatch):
+    """Every converter is tried on the name of every tensor, of which real files have 100,000."""
+    counts = []
+    add = PymoeQuantizer._from_rows
+
+    def counted(quantizer, *arguments):
+        converters = add(quantizer, *arguments)
+        targets = [target for one in converters for target in one.target_patterns]
+        counts.append((len(quantizer.dense), sum(r"\1." in target for target in targets)))
+        return converters
+
+    monkeypatch.setattr(PymoeQuantizer, "_from_rows", counted)
+    for change in ({}, {"linear_bits": 8}):
+        read(published, 4, **change)
+    assert counts == [(11, 7)] * 2  # the attentions of both layers share four of them
 
 
 @each("gptq")

@@ -440,6 +440,19 @@ def test_every_way_to_save_writes_what_can_be_read(save, tmp_path):
     assert_same_model(cls.from_pretrained(tmp_path / "packed"), model)
 
 
+def test_ranks_without_a_state_save_nothing_and_a_state_without_weights_is_refused(tmp_path):
+    """FSDP gathers the state of a model on the first rank, and leaves the others an empty one."""
+    cls = checkpoint("mixtral", tmp_path / "whole")
+    model = quantised(cls, tmp_path / "whole", 8)
+    model.save_pretrained(tmp_path / "packed", state_dict={}, is_main_process=False)
+    assert not list((tmp_path / "packed").glob("*.safetensors"))
+    state = model.state_dict()
+    (name, *_) = [name for name in state if name.endswith(".packed")]
+    del state[name]
+    with pytest.raises(ValueError, match=f"save_pretrained: expected a state_dict with '{name}', got none"):
+        model.save_pretrained(tmp_path / "packed", state_dict=state)
+
+
 def test_a_quantised_model_that_was_pickled_is_saved(tmp_path):
     cls = checkpoint("mixtral", tmp_path / "whole")
     model = quantised(cls, tmp_path / "whole", 8)
