@@ -239,6 +239,7 @@ def make_trainer(
         label_names=["labels"],
         use_cpu=True,
         ddp_backend="gloo" if RANKS > 1 else None,
+        ddp_broadcast_buffers=False,  # packed weights are buffers, and never change
         ddp_find_unused_parameters=False,  # all take part in every step, also those of experts without tokens
         dataloader_pin_memory=False,
         **own,

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from pymoe import ep
-from pymoe.nn import MoE, set_aux_loss_scale, update_expert_biases
+from pymoe.nn import MoE, QuantizedDenseLinear, set_aux_loss_scale, update_expert_biases
 
 H, E = 8, 6
 ROWS = 7
@@ -143,6 +143,21 @@ def ignored_by_ddp(rank, world):
         torch.equal(spread[3].weight.grad, alone[3].weight.grad),
         torch.equal(spread[3].bias.grad, x.new_full((1,), ROWS)),
     ]
+
+
+def dense_in_few_bits(rank, world, differ):
+    """Return whether a rank's packed dense weights stay as it sets them, or the error of ranks that have others."""
+    whole = model(dtype=torch.float32)
+    whole[0] = QuantizedDenseLinear.from_linear(whole[0], 8)
+    packed = whole[0].packed
+    packed[0, 0, 0] += rank if differ else 0
+    try:
+        parallel = ep.data_parallel(ep.shard(whole, mesh_of(world)), mesh_of(world))
+    except ep.GroupError as error:
+        return str(error)
+    packed[0, 0, 0] = rank
+    parallel(data(world)[0, rank].float()).sum().backward()
+    return int(packed[0, 0, 0])
 
 
 def fill(spread, whole):

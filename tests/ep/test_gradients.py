@@ -76,6 +76,13 @@ def test_what_the_model_tells_ddp_to_ignore_stays_ignored(ranks):
         assert is_mean
 
 
+def test_packed_dense_weights_are_compared_once_and_not_sent_in_every_forward(ranks):
+    """They are buffers, and DDP sent all of them before every forward."""
+    assert ranks.run(parallel.dense_in_few_bits, differ=False) == [0, 1, 2, 3]
+    for said in ranks.run(parallel.dense_in_few_bits, differ=True):
+        assert "data_parallel: all ranks of the group must have the same checksum of '0.packed'" in said
+
+
 def test_gradients_accumulate_where_every_backward_pass_sums_over_ranks(ranks):
     assert max(ranks.run(parallel.accumulated_with_every_sum)) < 1e-12
 
