@@ -17,7 +17,7 @@ from benchmarks.pipeline.live import watched
 from benchmarks.pipeline.systems import SEQUENTIAL, TORCHGPIPE, System, in_process, open_sequential
 from benchmarks.pipeline.torch_peer import on_one_rank
 from benchmarks.pipeline.work import Case, Sleeping, gradients, largest_error, reference, sequential
-from pymoe.pipe.schedules import build, simulate, validate
+from pymoe.pipe.schedules import build, names, simulate, validate
 
 TINY = Case("tiny", 2, 4)
 
@@ -46,7 +46,7 @@ def test_a_sleeping_layer_sleeps_where_its_times_say(monkeypatch):
     assert len(slept) == 2, "the gradient of the weight alone does not wait for that of the input"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", names())
 def test_times_of_all_actions_add_up_to_the_sequential_run(name):
     case = Case("sleep", 2, 8)
     stages = 4 if name == "interleaved-1f1b" else 2

@@ -108,6 +108,11 @@ WHERE_TO_ADD = {
     "pymoe/runtime/monitoring/socket_server.py": ["FORMAT"],
     "pymoe/nn/moe.py": ["Stats", "MoE"],
     "pymoe/nn/router.py": ["Router", "options_repr"],
+    "pymoe/nn/choices.py": ["weights_of"],
+    "pymoe/nn/quantized_files.py": ["_ROUTER"],
+    "pymoe/_common/types.py": ["FORMATS", "RUNS"],
+    "csrc/ops/check.h": ["weight_format"],
+    "tests/ops/test_quick_checks.py": ["ARGUMENTS", "of_gate"],
     "pymoe/mixture/stats.py": ["BackendStats", "PassStats"],
     "pymoe/pipe/schedules/record.py": ["Record"],
 }

@@ -42,10 +42,11 @@ def check_of(name):
 def calls(name):
     """Yield the check's arguments in the right and wrong calls of the specification."""
     spec = SPECS[name]
-    wrong = [one.sample for one in spec.error_inputs()]
-    for sample in [*samples_of(spec, spec.dtypes[0]), *samples_of(spec, spec.dtypes[-1]), *wrong]:
+    for sample in [*samples_of(spec, spec.dtypes[0]), *samples_of(spec, spec.dtypes[-1])]:
+        yield ARGUMENTS[name](*sample.args, **sample.kwargs)
+    for wrong in spec.error_inputs():
         try:
-            yield ARGUMENTS[name](*sample.args, **sample.kwargs)
+            yield ARGUMENTS[name](*wrong.sample.args, **wrong.sample.kwargs)
         except TypeError:
             continue  # a call that no function of these parameters takes
 

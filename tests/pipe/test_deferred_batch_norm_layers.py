@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pymoe.pipe import Pipe, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
-from pymoe.pipe.schedules import Action, Kind, Schedule
+from pymoe.pipe.schedules import Action, Kind, Schedule, names
 
 # Emitted, for example, by pipes with one micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
@@ -180,7 +180,7 @@ def convolutions() -> nn.Sequential:
 
 @pytest.mark.thinned(usual=6, deep=20)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", names())
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_the_first_layer_of_a_pipeline_sees_the_whole_mini_batch(chunks, schedule, checkpoint):
     # Later layers see separately normalised micro-batches, so their inputs differ from those of one batch.

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 import pymoe
 from pymoe.pipe import Pipe
+from pymoe.pipe.schedules import names
 
 D, WORDS, LENGTH, ROWS = torch.float64, 5, 6, 7
 PADDING = -100
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+SCHEDULES = names()
 
 
 class Logits(nn.Module):

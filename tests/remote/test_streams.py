@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pymoe.remote import ExpertServer, ProtocolError, ServerLost, WireError, connect, requests, service, wire
 from pymoe.remote.channel import Streams
+from pymoe.remote.encodings import ENCODINGS
 from pymoe.remote.wire import FRAME, Tail
 from pymoe.runtime import BatchTensorProto, ExpertBackend, QueueFull
 from pymoe.runtime.timers import TimerHandle
@@ -336,7 +337,7 @@ def test_a_client_that_stops_in_the_middle_of_a_message_gives_its_room_back() ->
 
 
 @pytest.mark.parametrize("coalesce", [True, False])
-@pytest.mark.parametrize("encoding", ["raw", "bf16", "int8"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_long_messages_arrive_as_they_were_sent(coalesce: bool, encoding: str) -> None:
     backend = mlp("a", optimizer=None, max_batch_size=1 << 17)
     x = torch.randn(LONG_ROWS, WIDTH)

@@ -30,6 +30,7 @@ from random_maps import outcome, serial  # noqa: E402
 import pymoe  # noqa: E402
 from pymoe.pipe import Pipe  # noqa: E402
 from pymoe.pipe.execution import plan  # noqa: E402
+from pymoe.pipe.schedules import names  # noqa: E402
 
 
 def on_clients(client):
@@ -143,7 +144,7 @@ def background():
 def pipes():
     """Run steps of pipes with one thread per stage; some steps fail."""
     plan.ALWAYS_THREADS = True
-    schedules = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+    schedules = names()
     expected = expected_grads()
 
     def client(number):
