@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from datetime import timedelta
 
 import torch
@@ -51,8 +52,8 @@ def reporting(results, function, *args):
         results.send(("told", (error.layer, str(error), error.ranks)))
     except Bug as error:
         results.send(("raised", str(error)))
-    except BaseException as error:
-        results.send(("other", repr(error)))
+    except BaseException:
+        results.send(("other", traceback.format_exc()))
     else:
         results.send(("done", None))
     signal.pause()  # a rank that was told or has raised stays alive with its connections

@@ -5,6 +5,7 @@ Numbers with a decimal point and ports may differ: they depend on the processor 
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def names() -> Iterator[dict[str, Any]]:
     yield variables
     if "server" in variables:
         variables["server"].drain()
+    if (transformers := sys.modules.get("transformers")) is not None:
+        transformers.utils.logging.enable_progress_bar()  # a notebook turns it off
 
 
 def without_numbers(texts: list[str]) -> list[str]:
