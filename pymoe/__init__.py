@@ -92,6 +92,14 @@ _NEED_MORE = ("remote", "integrations")
 """Packages with further requirements, whose names are not re-exported here."""
 
 
+_OTHER_NAMES = {
+    **{"ModuleBackend": "ExpertBackend", "Server": "pymoe.remote.ExpertServer serves experts"},
+    **dict.fromkeys(("RemoteExpert", "ExpertClient"), "pymoe.runtime.ExpertClient or pymoe.remote ask experts"),
+    **dict.fromkeys(("PipelineStage", "ScheduleGPipe", "Schedule1F1B"), "pymoe.pipeline cuts and runs a model"),
+}
+"""Names of hivemind and of torch.distributed.pipelining."""
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use the parts that need ``pymoe._runtime`` or ``torch.distributed``; operators and layers work
     without them.
@@ -112,7 +120,9 @@ def _where(name: str) -> str:
     packages = ("nn", "ops", *_LAZY_PACKAGES, *_NEED_MORE)
     homes = (sys.modules.get(f"pymoe.{package}") for package in packages)
     home = next((home for home in homes if name in getattr(home, "__all__", ())), None)
-    return f": it is {home.__name__}.{name}" if home is not None else suggestion(name, (*__all__, *_NEED_MORE))
+    if home is not None:
+        return f": it is {home.__name__}.{name}"
+    return suggestion(name, (*__all__, *_NEED_MORE), _OTHER_NAMES)
 
 
 def __dir__() -> list[str]:

@@ -36,7 +36,7 @@ GGUF = ".gguf"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0, or 1 if no model was written."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
-    parser = CommandLine(prog="python -m pymoe.quantize", description=description, allow_abbrev=False)
+    parser = CommandLine(prog="python -m pymoe.quantize", description=description)
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="of the checkpoint, with config.json; or a GGUF file"
     )

@@ -12,8 +12,12 @@ from pymoe._common.names import suggestion
 class CommandLine(argparse.ArgumentParser):
     """An ``ArgumentParser`` that suggests the option or command for one that does not exist.
 
-    A subcommand reports its own unknown options, with its own usage.
+    A subcommand reports its own unknown options, with its own usage. Options cannot be abbreviated: ``--token SECRET``
+    would be taken for ``--token-file``, and the secret for a path that an error shows.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)

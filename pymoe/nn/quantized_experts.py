@@ -412,10 +412,11 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         )
     found = [(name, module) for name, module in model.named_modules() if _weights_of(module)]
     if not found:
-        raise ValueError(
-            "quantize_experts: model must hold experts that are not quantised yet, got none (those of a model of "
-            "transformers are found once pymoe.integrations.transformers is imported)"
-        )
+        packed = sum(type(module) is QuantizedLinear for module in model.modules())
+        seen = f"{packed} weights of experts that are quantised already, and no others"
+        if not packed:
+            seen = "none (those of a model of transformers are found once pymoe.integrations.transformers is imported)"
+        raise ValueError(f"quantize_experts: model must hold experts that are not quantised yet, got {seen}")
     for name, experts in found:
         _check_weights(name, experts)
         if not all(weight.is_meta for weight in _weights_of(experts).values()):

@@ -224,7 +224,10 @@ def check_token(owner: str, token: Any) -> None:
     if not isinstance(token, str):
         raise TypeError(f"{owner}: token must be a string or None, got {type(token).__name__}")
     if not token or not all("!" <= character <= "~" for character in token):
-        raise ValueError(f"{owner}: a token consists of printable ASCII characters without spaces, at least one")
+        raise ValueError(
+            f"{owner}: a token consists of printable ASCII characters without spaces, at least one; strip() the line end "
+            f"of one that is read from a file"
+        )
 
 
 def authorization(token: str | None) -> tuple[tuple[str, str], ...]:

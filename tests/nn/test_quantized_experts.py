@@ -385,7 +385,7 @@ def test_quantised_experts_that_do_not_fit_are_refused_alike_by_one_call_and_by_
 def test_a_quantised_model_has_nothing_left_to_quantise():
     moe = layer()
     quantize_experts(moe, 8)
-    with pytest.raises(ValueError, match="not quantised yet, got none"):
+    with pytest.raises(ValueError, match="got 2 weights of experts that are quantised already, and no others"):
         quantize_experts(moe, 4)
 
 
