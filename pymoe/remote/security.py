@@ -225,8 +225,8 @@ def check_token(owner: str, token: Any) -> None:
         raise TypeError(f"{owner}: token must be a string or None, got {type(token).__name__}")
     if not token or not all("!" <= character <= "~" for character in token):
         raise ValueError(
-            f"{owner}: a token consists of printable ASCII characters without spaces, at least one; strip() the line end "
-            f"of one that is read from a file"
+            f"{owner}: a token consists of printable ASCII characters without spaces, at least one; strip() the line "
+            f"end of one that is read from a file"
         )
 
 
