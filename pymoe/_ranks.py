@@ -66,6 +66,9 @@ def _state_and_start(process: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
+_NOTHING = "no record"
+
+
 class GroupStore:
     """Records in the store of a group, which all its ranks read and write. Several threads may use one object.
 
@@ -104,9 +107,11 @@ class GroupStore:
         return record if found is None else pickle.loads(found)
 
     def read(self, key: str) -> Any:
-        """Return the record under ``key``, or None if there is none yet."""
-        found = self._call("get", key) if self._call("check", [key]) else None
-        return None if found is None else pickle.loads(found)
+        """Return the record under ``key``, or None if there is none; other ranks may delete it meanwhile."""
+        # For a key without a value, this returns what it expects and writes nothing. get() would wait for a key that is
+        # deleted after check(), or return b"".
+        found = self._call("compare_set", key, _NOTHING, _NOTHING)
+        return None if found is None or found == _NOTHING.encode() else pickle.loads(found)
 
     def delete(self, key: str) -> None:
         """Remove the record under ``key``."""

@@ -1,9 +1,15 @@
 """Tests of bugs that were found and fixed in experts spread over ranks. Docstrings describe the bugs."""
 
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+
 import bugs
 import calls
 import pytest
+import torch.distributed as dist
 
+from pymoe._ranks import GroupStore
 from pymoe.ep import agreement
 
 
@@ -73,3 +79,36 @@ def test_gradients_of_a_rank_without_experts_are_laid_out_as_those_of_the_others
     copying a DTensor is an exchange between all ranks; the other ranks made no copy, and the ranks hung.
     """
     assert ranks.run(bugs.strides_of_gradients, **way) == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
+def test_a_record_that_another_rank_deletes_is_there_or_not(kind, tmp_path):
+    """A read asked whether there was a record, and then for it.
+
+    Where it was deleted between the two, the store waited for another one until its timeout, and was then taken for
+    lost; where it was deleted within the second, the answer was empty, and the read raised EOFError.
+    """
+    store = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=5)),
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+    }[kind]()
+    ours, theirs = (GroupStore(SimpleNamespace(get_group_store=lambda: store), "test", 5.0) for _ in range(2))
+    ended = threading.Event()
+
+    def write_and_delete():
+        while not ended.is_set():
+            theirs.write_first("failure", ("rank", 1))
+            theirs.delete("failure")
+
+    other = threading.Thread(target=write_and_delete)
+    other.start()
+    try:
+        found = {ours.read("failure") for _ in range(3000)}
+    finally:
+        ended.set()
+        other.join()
+    assert found <= {None, ("rank", 1)}
+    assert (ours.lost, theirs.lost) == (None, None)
+    assert ours.read("another") is None
+    assert not store.check(["test/another"]), "a read writes nothing"
