@@ -33,6 +33,8 @@ from pymoe.bench.timing import Quartiles
 Record = dict[str, Any]
 VOCABULARY = 1024
 """Tokens of the models' vocabulary: embedding and head are not what is measured."""
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TRAININGS = {"full": "all weights", "attention": "LoRA on attention", "experts": "LoRA on experts"}
 
 
@@ -125,14 +127,7 @@ def work(options: argparse.Namespace, way: Way) -> Record:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is in memory
     record: Record = {"seconds": [], "processor": [], "losses": []}
     for _ in range(options.steps + 1):
-        start, used = time.perf_counter(), processor()
-        loss = trained(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        record["seconds"].append(time.perf_counter() - start)
-        record["processor"].append(processor() - used)
-        record["losses"].append(loss.item())
+        train_step(trained, optimizer, tokens, record)
     record["peak"] = memory("VmHWM") - before
     return record | {"seconds": record["seconds"][1:], "processor": record["processor"][1:]}
 
@@ -164,11 +159,22 @@ def adapted(model: Any, options: argparse.Namespace, way: Way) -> Any:
 
     if way.training == "full":
         return model
-    targets: Record = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    targets: Record = {"target_modules": ATTENTION}
     if way.training == "experts":
-        weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        targets = {"target_modules": [], "target_parameters": weights}
+        targets = {"target_modules": [], "target_parameters": EXPERTS}
     return peft.get_peft_model(model, peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, **targets))
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, record: Record) -> None:
+    """Train on tokens, (1, T), and add the step's seconds, processor time and loss to the lists of a record."""
+    start, used = time.perf_counter(), processor()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    record["seconds"].append(time.perf_counter() - start)
+    record["processor"].append(processor() - used)
+    record["losses"].append(loss.item())
 
 
 def memory(name: str) -> int:

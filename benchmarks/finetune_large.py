@@ -28,14 +28,12 @@ import torch
 from benchmarks.common.children import ROOT
 from benchmarks.common.run import Run, as_report, measured, parser_of, show_sections, spread_of
 from benchmarks.common.targets import checked_target, targets_table
-from benchmarks.finetune import memory, processor
+from benchmarks.finetune import ATTENTION, EXPERTS, memory, train_step
 from benchmarks.models.configurations import MODELS
 from pymoe.bench.report import Table
 from pymoe.bench.timing import Quartiles
 
 Record = dict[str, Any]
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def main() -> int:
@@ -133,15 +131,8 @@ def trained(options: argparse.Namespace) -> Record:
         "parameters": sum(parameter.numel() for parameter in parameters),
     }
     for tokens in torch.frombuffer(bytearray(text), dtype=torch.uint8).long().split(options.tokens):
-        start, used = time.perf_counter(), processor()
-        loss = model(input_ids=tokens[None], labels=tokens[None], use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        record["seconds"].append(time.perf_counter() - start)
-        record["processor"].append(processor() - used)
-        record["losses"].append(loss.item())
-        print(f"loss {loss.item():.3f}, {record['seconds'][-1]:.1f} s", file=sys.stderr, flush=True)
+        train_step(model, optimizer, tokens[None], record)
+        print(f"loss {record['losses'][-1]:.3f}, {record['seconds'][-1]:.1f} s", file=sys.stderr, flush=True)
     return record | {"peak": memory("VmHWM"), "anonymous": memory("RssAnon")}
 
 

@@ -6,7 +6,7 @@ import warnings
 import peft
 import torch
 import torch.distributed as dist
-from experts_modules import TOKENS, built, differing, inputs, loss_of, text, tiny
+from experts_modules import TOKENS, backward_of_both, built, differing, inputs, loss_of, text, tiny
 from failures import WRONG, told
 from loaded_parts import from_folder, outputs, written
 from rank_setup import full, groups, mesh_of
@@ -100,12 +100,7 @@ def trained(rank, world, name, folder, kind):
     for tokens in text(world, 3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected, mine = loss_of(whole, tokens.flatten(0, 1)), loss_of(parallel, tokens[rank])
-        expected.backward()
-        mine.backward()
-        total = mine.detach() / world
-        dist.all_reduce(total)
-        apart = max(apart, (total - expected).abs().item())
+        apart = max(apart, backward_of_both(whole, parallel, tokens, rank, world))
         for optimizer in optimizers:
             optimizer.step()
     theirs = trained_adapters(whole)

@@ -259,6 +259,16 @@ def loss_of(model, tokens):
     return model(input_ids=tokens).logits.square().mean()
 
 
+def backward_of_both(whole, parallel, tokens, rank, world):
+    """Run the backward passes of one process and of this rank; return how far the loss is from the ranks' mean."""
+    expected, mine = loss_of(whole, tokens.flatten(0, 1)), loss_of(parallel, tokens[rank])
+    expected.backward()
+    mine.backward()
+    mean = mine.detach() / world
+    dist.all_reduce(mean)
+    return abs(mean - expected).item()
+
+
 def trained(rank, world, name, shape, kind):
     """Return the largest differences of losses, norms of gradients and parameters from one process, over some steps."""
     mesh = mesh_of(*shape)
@@ -270,15 +280,11 @@ def trained(rank, world, name, shape, kind):
     for tokens in text(world, 3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        expected, mine = loss_of(whole, tokens.flatten(0, 1)), loss_of(called, tokens[rank])
-        expected.backward()
-        mine.backward()
+        losses = backward_of_both(whole, called, tokens, rank, world)
         norms = [ep.clip_grad_norm_(one.parameters(), 0.5).item() for one in (whole, spread)]
         for optimizer in optimizers:
             optimizer.step()
-        total = mine.detach() / world
-        dist.all_reduce(total)
-        apart.append((abs(total - expected).item(), abs(norms[0] - norms[1])))
+        apart.append((losses, abs(norms[0] - norms[1])))
     parameters = dict(whole.named_parameters())
     return [
         *map(max, zip(*apart, strict=True)),
