@@ -345,10 +345,6 @@ class MoE(nn.Module):
         text = [f"{self.experts.extra_repr()}, {self.router.options_repr()}"]
         if self.router.bias is not None:
             text.append("router_bias=True")
-        if self.score_before_experts:
-            text.append("score_before_experts=True")
-        if self.capacity_factor is not None:
-            text.append(f"capacity_factor={self.capacity_factor}")
         if self.shared is not None:
             text.append(f"num_shared_experts={self.shared.ffn_size // self.experts.ffn_size}")
             if self.shared.gate:
@@ -356,14 +352,14 @@ class MoE(nn.Module):
         text += [
             f"{name}={value}" for name in ("aux_loss_coef", "z_loss_coef") if (value := getattr(self.losses, name))
         ]
-        text.append(f"backend={self.backend!r}")
-        return f"{type(self).__name__}({', '.join(text)})"
+        return f"{type(self).__name__}({', '.join([*text, self.extra_repr()])})"
 
     def extra_repr(self) -> str:
-        text = f"backend={self.backend!r}"
-        if self.score_before_experts:
-            text = f"score_before_experts=True, {text}"
-        return text if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}, {text}"
+        """Return the options that no part shows."""
+        text = ["score_before_experts=True"] if self.score_before_experts else []
+        if self.capacity_factor is not None:
+            text.append(f"capacity_factor={self.capacity_factor}")
+        return ", ".join([*text, f"backend={self.backend!r}"])
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
         """Keep this rank's experts, and allocate and initialise the parameters that are still on the meta device."""

@@ -5,6 +5,7 @@ import ctypes
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,7 @@ from tiny_models import configuration
 from benchmarks.layers.checkpoints import AnonymousMemory, write_gpt_oss
 from pymoe import ep
 from pymoe.integrations.transformers import PymoeConfig
+from pymoe.nn import prefetch_experts
 
 
 @contextlib.contextmanager
@@ -145,6 +147,8 @@ def packed_again(rank, world, folder, again):
     if rank < 3:
         with in_float32(), ep.shard_on_load(three):
             model = cls.from_pretrained(folder)
+        with pytest.raises(ValueError, match="must have whole experts, got some that"):
+            prefetch_experts(model)
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if rank == 0:
             model.save_pretrained(again, state_dict=state)

@@ -59,6 +59,8 @@ NAMES: Table = {
     "load_in_4bit": ("quantize_experts(moe.eval(), load_in_4bit=True)", "'load_in_4bit': bits=4 gives 4 bits"),
     "a name in lower case": ("pymoe.moe", "module 'pymoe' has no attribute 'moe': did you mean 'MoE'"),
     "a name in pymoe": ("pymoe.piplines", "module 'pymoe' has no attribute 'piplines': did you mean 'pipeline'"),
+    "hivemind's name": ("pymoe.ModuleBackend", "no attribute 'ModuleBackend': did you mean 'ExpertBackend'"),
+    "torch's name": ("pymoe.ScheduleGPipe", "no attribute 'ScheduleGPipe': pymoe.pipeline cuts and runs a model"),
     "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
 }
 USE: Table = {

@@ -217,6 +217,9 @@ def test_repr_names_every_option():
         "num_shared_experts=1", "shared_gate=True", "router_bias=True", "score_before_experts=True",
     ):  # fmt: skip
         assert part in text
+    layer = make_layer(capacity_factor=1.5, score_before_experts=True)
+    layer.experts = torch.nn.Sequential()  # the tree of modules is shown now
+    assert "score_before_experts=True, capacity_factor=1.5, backend='native'" in repr(layer)
     assert repr(Router(8, 4, 2, bias=True)).endswith("renormalize=True, bias=True)")
 
 

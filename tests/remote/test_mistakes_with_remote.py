@@ -113,6 +113,10 @@ with ExpertServer([b], "localhost:0", tls=tls) as server:
         "connect('localhost:7000', tls=TLS(ca='missing.pem'))",
         "No such file or directory: 'missing.pem'",
     ),
+    "a line end": (
+        "connect('localhost:7000', token='one\\n')",
+        r"without spaces, at least one; strip\(\) the line end",
+    ),
     "compression": ("connect('localhost:7000', compression='int8')", r"'compression': did you mean 'encoding'\?"),
     "an encoding": ("connect('localhost:7000', encoding='int4')", "must be one of 'raw', 'bf16', 'int8', got 'int4'"),
     "a folder that cannot be written": (
@@ -132,6 +136,10 @@ COMMANDS: Table = {
     "an option with its value": (
         "cli.main(['info', 'localhost:7000', '--time-out=3'])",
         r"unrecognized arguments: --time-out=3: did you mean '--timeout'\?",
+    ),
+    "a token in a command": (
+        "cli.main(['serve', 'a:b', '--token', 'SECRET'])",
+        "unrecognized arguments: --token SECRET: did you mean '--token-file'",
     ),
     "a command": ("cli.main(['server', 'a:b'])", r"invalid choice: 'server' .*: did you mean 'serve'\?"),
     "no function": ("cli.main(['serve', 'served'])", "expected MODULE:FUNCTION, got 'served'$"),

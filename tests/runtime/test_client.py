@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -417,3 +418,16 @@ def test_many_threads_train_one_expert() -> None:
     assert not errors
     assert sum(rows) == sum(1 + (seed + i) % 3 for seed in range(6) for i in range(20))
     assert backend.updates == len(rows)
+
+
+def test_only_who_wants_to_train_a_client_is_warned() -> None:
+    """DDP asks every module for its own parameters alone, and an optimizer of a whole model asks for none of these."""
+    with served(nn.Linear(4, 4).double()) as client:
+        model = nn.Sequential(nn.Linear(4, 4), client)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(list(model.parameters())) == 2
+            for module in model.modules():
+                list(module.parameters(recurse=False))
+        with pytest.warns(UserWarning, match="the server updates the expert"):
+            assert not list(client.parameters())

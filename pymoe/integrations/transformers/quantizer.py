@@ -206,7 +206,7 @@ class PymoeQuantizer(HfQuantizer):
         The file is deleted with the last reference to the tensor.
         """
         folder = self.quantization_config.folder
-        if folder is None or not packed.numel():
+        if folder is None:
             return packed
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
