@@ -93,7 +93,8 @@ _NEED_MORE = ("remote", "integrations")
 
 
 _OTHER_NAMES = {
-    **{"ModuleBackend": "ExpertBackend", "Server": "pymoe.remote.ExpertServer serves experts"},
+    "ModuleBackend": "ExpertBackend",
+    "Server": "pymoe.remote.ExpertServer serves experts",
     **dict.fromkeys(("RemoteExpert", "ExpertClient"), "pymoe.runtime.ExpertClient or pymoe.remote ask experts"),
     **dict.fromkeys(("PipelineStage", "ScheduleGPipe", "Schedule1F1B"), "pymoe.pipeline cuts and runs a model"),
 }

@@ -85,6 +85,11 @@ class ExpertShards(nn.Module):
         whole = {kind: None if name is None else getattr(self, name) for kind, name in found}
         return {kind: parameter for kind, parameter in whole.items() if isinstance(parameter, Tensor)}
 
+    def spread_tensors(self) -> list[tuple[str, DTensor]]:
+        """Return the tensors that are spread over ranks by name: parameters, and packed weights, which are buffers."""
+        both = [*self.named_parameters(), *self.named_buffers()]
+        return [(name, one) for name, one in both if isinstance(one, DTensor)]
+
     @property
     def is_quantized(self) -> bool:
         """Return whether a :class:`pymoe.nn.QuantizedLinear`, whose ``packed`` is a DTensor, holds each weight."""
@@ -154,12 +159,10 @@ class ExpertShards(nn.Module):
                 destination[prefix + name] = in_expert_order(placed, self.sharding)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        layers = {name: one for name, one in self.named_children() if isinstance(one, QuantizedLinear)}
-        packed = [(f"{name}.packed", layer.packed) for name, layer in layers.items()]
-        for name, parameter in [*self.named_parameters(recurse=False), *packed]:
+        for name, parameter in self.spread_tensors():
             given: Any = state_dict.get(prefix + name)
             known = isinstance(given, DTensor) or type(given) in (Tensor, nn.Parameter)
-            if known and isinstance(parameter, DTensor) and given.shape == parameter.shape:
+            if known and given.shape == parameter.shape:
                 state_dict[prefix + name] = self._in_own_layout(given.detach(), parameter)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -280,22 +280,17 @@ def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: Device
         name: {
             "options": one.extra_repr(),
             "placement": one.sharding.order,
-            **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in _stacked(one)},
+            **{own: (tuple(whole.shape), str(whole.dtype)) for own, whole in one.spread_tensors()},
         }
         for name, one in experts.items()
     }
     assert_same_on_all_ranks("data_parallel", group, {"layer": seen}, None)
     first = dist.get_process_group_ranks(group)[0]
     for one in experts.values():
-        for _, stacked in _stacked(one):
+        for _, stacked in one.spread_tensors():
             own = local_data(stacked)
             if own.numel() and not own.is_meta:
                 dist.broadcast(own, first, group=group)
-
-
-def _stacked(experts: ExpertShards) -> list[tuple[str, Tensor]]:
-    """Return the tensors that are spread over ranks, by their names; weights in few bits are buffers."""
-    return [*experts.named_parameters(), *experts.named_buffers()]
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -317,7 +312,7 @@ def _ddp(
     experts: dict[str, ExpertShards],
     options: dict[str, Any],
 ) -> DistributedDataParallel:
-    sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in _stacked(one)]
+    sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.spread_tensors()]
     # Of dense layers in few bits DDP would send the weights, which are buffers, in every forward.
     dense = {
         f"{name}.packed".lstrip("."): one.packed

@@ -193,13 +193,6 @@ def num_experts_of(module: nn.Module, described: StackedExperts) -> int:
     return number
 
 
-def device_of(module: nn.Module, described: StackedExperts) -> torch.device:
-    """Return the device of the experts."""
-    weight = getattr(module, described.names[0])
-    device: torch.device = (weight.packed if isinstance(weight, QuantizedLinear) else weight).device
-    return device
-
-
 def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
     if name.rpartition(".")[2] == "base_layer":  # PEFT's name for a wrapped module
         raise ValueError(

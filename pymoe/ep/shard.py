@@ -20,13 +20,13 @@ from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
 from pymoe.ep.layer import ShardedMoE
-from pymoe.ep.modules import device_of, hidden_size_of, is_quantized, modules_of, num_experts_of, sharded_class
+from pymoe.ep.modules import hidden_size_of, is_quantized, modules_of, num_experts_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
 from pymoe.ep.sharding import ExpertSharding, Scope, Transport
 from pymoe.nn.experts import Experts
 from pymoe.nn.moe import MoE
 from pymoe.nn.quantized_experts import lost_with
-from pymoe.nn.stacked_experts import StackedExperts
+from pymoe.nn.stacked_experts import StackedExperts, device_of
 
 
 @explain_arguments(
@@ -219,7 +219,7 @@ def shard(
         if transport == "padded":
             sharded.notes = device_notes(sharding, layer.router.weight.device)
     for name, (module, experts_of_module) in modules.items():
-        device = device_of(module, experts_of_module)
+        device = device_of(module)
         number_of = num_experts_of(module, experts_of_module)
         sharding = sharding_of(name, number_of, module.parameters(), hidden_size_of(module, experts_of_module))
         sharded = module

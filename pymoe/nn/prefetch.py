@@ -65,7 +65,7 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
         for module in model.modules()
         if isinstance(module, QuantizedLinear) and not isinstance(module, QuantizedDenseLinear)
     ]
-    if enabled and any(hasattr(layer.packed, "to_local") for layer in weights):  # a DTensor
+    if enabled and any(hasattr(layer.packed, "full_tensor") for layer in weights):  # a DTensor
         raise ValueError(
             "prefetch_experts: model must have whole experts, got some that pymoe.ep.shard has spread over ranks"
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pymoe.nn.apply_experts import Activation
@@ -37,6 +39,11 @@ Handler = Callable[[nn.Module], StackedExperts | None]
 
 handlers: list[Handler] = []
 """Handlers of modules of other packages; the integrations add theirs."""
+
+
+def device_of(experts: nn.Module) -> torch.device:
+    """Return the device of experts; quantised ones may have buffers and no parameters."""
+    return next(chain(experts.parameters(), experts.buffers())).device
 
 
 class OnLoad(NamedTuple):

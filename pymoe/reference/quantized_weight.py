@@ -483,7 +483,8 @@ def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Ten
     """
     experts, tiles, _ = packed.shape
     size, heads = RUNS[number]
-    line, head = TILE * (number % 10) // 8, TILE * 4 * heads  # bytes of the codes of an input, and before codes
+    bits = number % 10
+    line, head = TILE * bits // 8, TILE * 4 * heads  # bytes of the codes of an input, and before codes
     padded = up(input_features, GROUP)
     whole, rest = padded // size, padded % size  # Dynamo traces no divmod of sizes
     first, last = packed.split([whole * (head + size * line), head + rest * line if rest else 0], dim=2)
@@ -491,7 +492,6 @@ def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Ten
     numbers = torch.cat([runs[..., :head].flatten(2), last[..., :head]], dim=2).reshape(-1).view(torch.float32)
     codes = torch.cat([runs[..., head:].flatten(2), last[..., head:]], dim=2)
     if line < TILE:
-        bits = number % 10
         together = codes.view(experts, tiles, padded * bits // 8, TILE)
         codes = torch.stack([together >> place & 2**bits - 1 for place in range(0, 8, bits)], dim=3)
     by_input = codes.view(experts, tiles, padded, TILE)
@@ -503,14 +503,14 @@ def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Ten
     """Undo :func:`_runs_of_tiles` for rows and inputs that are not filled up: zeros come after them."""
     experts, outputs, inputs = codes.shape
     size, _ = RUNS[number]
-    line = TILE * (number % 10) // 8
+    bits = number % 10
+    line = TILE * bits // 8
     tiles, padded = up(outputs, TILE) // TILE, up(inputs, GROUP)
     packed = codes.new_empty(packed_shape(number, outputs, inputs, experts), dtype=torch.uint8)
     for expert in range(experts):  # one by one, as this makes copies
         filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
         by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
         if line < TILE:
-            bits = number % 10
             places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
             together = by_input.unflatten(1, (padded * bits // 8, 8 // bits)) << places
             by_input = together.sum(2, dtype=torch.uint8)

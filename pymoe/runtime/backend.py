@@ -131,9 +131,10 @@ class ExpertBackend(nn.Module):
         super().__init__()
         if not isinstance(expert, nn.Module):
             raise TypeError(f"ExpertBackend: expert must be an nn.Module, got {type(expert).__name__}")
+        of_pools = keywords_of(TaskPool) if pool_options else ()
         for option in pool_options:
-            if option not in keywords_of(TaskPool):
-                known = (*keywords_of(ExpertBackend), *keywords_of(TaskPool))
+            if option not in of_pools:
+                known = (*keywords_of(ExpertBackend), *of_pools)
                 raise no_such_argument("ExpertBackend", option, known, OTHER_NAMES | REPLACED)
         check_steps(opt, scheduler, alone=not self._updates_itself())
         check_one_of("buffers", buffers, ("backward", "both"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pymoe import _runtime
-from pymoe._common.names import keywords_of, no_such_argument
+from pymoe._common.names import explain_arguments
 from pymoe._runtime import QueueFull
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.future import Future
@@ -104,6 +104,7 @@ class TaskPool(_runtime.TaskPool):
                 [1., 1., 1.]])
     """
 
+    @explain_arguments(**REPLACED)
     def __init__(
         self,
         process_func: Callable[..., Any],
@@ -121,10 +122,7 @@ class TaskPool(_runtime.TaskPool):
         pin_memory: bool = False,
         exclusive_with: _runtime.TaskPool | None = None,
         request_timeout: float | None = None,
-        **unknown: Any,
     ) -> None:
-        for option in unknown:
-            raise no_such_argument("TaskPool", option, keywords_of(TaskPool), REPLACED)
         if on_full not in ("wait", "raise"):
             raise ValueError(f"TaskPool: on_full must be 'wait' or 'raise', got {on_full!r}")
         if "name" in vars(self):

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "transformer
 from experts_classes import EXPERTS, experts_classes, hidden_size
 from tiny_models import build
 
-import pymoe.integrations.transformers  # noqa: F401  (registers the name "pymoe")
 from pymoe import ep
+from pymoe.integrations.transformers import add_expert_biases  # importing it registers the name "pymoe"
 from pymoe.nn import quantize_experts
 
 TOKENS = [13, 5, 0, 9]
@@ -364,6 +364,15 @@ def pretrained(rank, world, folder):
     dist.barrier()
     again = type(model).from_pretrained(folder)
     return said, differing(again.state_dict(), changed(tiny("mixtral", torch.float32)).state_dict())
+
+
+def left_to_ddp(rank, world):
+    """Return the tensors of experts that DDP does not keep equal, of a model whose experts have biases of balancing."""
+    model = tiny("olmoe", torch.float32)
+    add_expert_biases(model, 0.01)
+    mesh = mesh_of(world)
+    parallel = ep.data_parallel(ep.shard(model, mesh), mesh)
+    return sorted({name.rpartition("experts.")[2] for name in parallel.parameters_to_ignore if ".experts." in name})
 
 
 def generated(rank, world):

@@ -188,3 +188,8 @@ def test_a_mistake_of_one_rank_is_told_to_all(ranks, what, kind, text):
     for rank, (found, said, _) in enumerate(ranks.run(experts_modules.refused, what=what)):
         assert found == (kind if rank == WRONG else "GroupError")
         assert text in said
+
+
+def test_the_biases_of_balancing_stay_with_ddp(ranks):
+    """Every rank has all of them, so DDP keeps them equal, as it does with other buffers."""
+    assert ranks.run(experts_modules.left_to_ddp) == [["down_proj", "gate_up_proj"]] * 4

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.choosing import ROUTERS, Choosing, ModeAround, router_of
-from pymoe.integrations.transformers.routing import Attached, attach, choice_of, device_of, required_experts
+from pymoe.integrations.transformers.routing import Attached, attach, choice_of, required_experts
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.expert_load import load_of
 from pymoe.nn.options import check_number
+from pymoe.nn.stacked_experts import device_of
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """The names of the biases that routers of transformers add to scores for the choice alone."""

@@ -7,10 +7,8 @@ implementation of experts. So a hook on the experts sees every choice, and no cl
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from pymoe.integrations.transformers import interface
@@ -19,6 +17,7 @@ from pymoe.integrations.transformers.outside import FORWARDS, REFUSED
 from pymoe.nn.choices import Removable
 from pymoe.nn.expert_load import CountedLoad
 from pymoe.nn.options import check_model
+from pymoe.nn.stacked_experts import device_of
 
 COUNTED = "pymoe_load"
 """Name of the submodule of experts that keeps their load."""
@@ -83,11 +82,6 @@ def required_experts(function: str, model: nn.Module) -> dict[str, Any]:
             "with none"
         )
     return found
-
-
-def device_of(experts: nn.Module) -> torch.device:
-    """Return the device of experts; quantised ones may have buffers and no parameters."""
-    return next(chain(experts.parameters(), experts.buffers())).device
 
 
 class Attached:
