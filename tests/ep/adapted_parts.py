@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from experts_modules import TOKENS, backward_of_both, built, differing, inputs, loss_of, text, tiny
 from failures import WRONG, told
-from loaded_parts import from_folder, outputs, written
+from loaded_parts import apart, from_folder, written
 from rank_setup import full, groups, mesh_of
 from safetensors.torch import load_file
 
@@ -96,17 +96,18 @@ def trained(rank, world, name, folder, kind):
         torch.optim.AdamW([part for part in one.parameters() if part.requires_grad], 0.003, foreach=False)
         for one in (whole, spread)
     ]
-    apart = 0.0
+    losses = []
     for tokens in text(world, 3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        apart = max(apart, backward_of_both(whole, parallel, tokens, rank, world))
+        losses.append(backward_of_both(whole, parallel, tokens, rank, world))
         for optimizer in optimizers:
             optimizer.step()
-    theirs = trained_adapters(whole)
-    adapters = max((full(one) - theirs[key]).abs().max().item() for key, one in trained_adapters(spread).items())
+    loss, theirs = torch.tensor(losses).max().item(), trained_adapters(whole)  # NaN is the largest
+    of_each = [(full(one) - theirs[key]).abs().max() for key, one in trained_adapters(spread).items()]
+    adapters = torch.stack(of_each).max().item()
     if kind == "fsdp":  # PEFT's files need whole tensors
-        return apart, adapters
+        return loss, adapters
     if rank == 0:
         spread.save_pretrained(folder)
     dist.barrier()
@@ -114,7 +115,7 @@ def trained(rank, world, name, folder, kind):
     tokens = text(world)[0, rank]
     y, z = again(input_ids=tokens).logits, spread(input_ids=tokens).logits
     return (
-        apart,
+        loss,
         adapters,
         len(load_file(f"{folder}/adapter_model.safetensors")),
         ((y - z).abs().max() / z.abs().max()).item(),
@@ -135,10 +136,11 @@ def quantised_step(rank, world):
     loss_of(whole, tokens.flatten(0, 1)).backward()
     loss_of(parallel, tokens[rank]).backward()
     theirs = trained_adapters(whole)
-    return max(
-        ((one.grad - theirs[key].grad).abs().max() / theirs[key].grad.abs().max()).item()
+    of_each = [
+        (one.grad - theirs[key].grad).abs().max() / theirs[key].grad.abs().max()
         for key, one in trained_adapters(spread).items()
-    )
+    ]
+    return torch.stack(of_each).max().item()
 
 
 def read(rank, world, folder):
@@ -150,9 +152,7 @@ def read(rank, world, folder):
         whole.save_pretrained(f"{folder}/adapter")
     dist.barrier()
     spread = from_folder(cls, f"{folder}/adapter", dist.group.WORLD)
-    tokens = text(world)[0]
-    y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
-    return ((y - z).abs().max() / z.abs().max()).item(), len(trained_adapters(spread))
+    return apart(spread, whole, rank, world), len(trained_adapters(spread))
 
 
 def refused(rank, world, what):

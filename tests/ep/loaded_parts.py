@@ -68,9 +68,14 @@ def read(rank, world, name, folder, over, stacked=False):
         assert all(one.to_local().shape == (own, *one.shape[1:]) for one in module.parameters())
     found = {key: full(value) for key, value in everything(spread).items()}
     wrong = differing(found, expected)
+    return [*wrong, *([] if apart(spread, whole, rank, over) <= 1e-4 else ["output"])], len(experts)
+
+
+def apart(spread, whole, rank, over):
+    """Return how far this rank's outputs are from those of one process, as a share of the largest; NaN if any is."""
     tokens = text(over)[0]
     y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
-    return [*wrong, *(["output"] if (y - z).abs().max() > 1e-4 * z.abs().max() else [])], len(experts)
+    return ((y - z).abs().max() / z.abs().max()).item()
 
 
 def everything(model):
@@ -104,10 +109,8 @@ def read_packed(rank, world, folder, over, config, gguf=None):
         assert part.shape == (len(own), *expected[name].shape[1:])
         assert part.untyped_storage().nbytes() == part.nbytes or config is None  # the files' own bytes stay mapped
     found = {key: full(value) for key, value in everything(spread).items()}
-    tokens = text(over)[0]
-    y, z = outputs(spread, tokens[rank]), outputs(whole, tokens.flatten(0, 1)).split(2)[rank]
-    apart = (y - z).abs().max() > 1e-4 * z.abs().max()
-    return [*differing(found, expected), *(["output"] if apart else [])], len(packed)
+    wrong = differing(found, expected)
+    return [*wrong, *([] if apart(spread, whole, rank, over) <= 1e-4 else ["output"])], len(packed)
 
 
 def few_experts(rank, world, folder, name):

@@ -35,7 +35,8 @@ def test_training_with_fsdp_equals_one_process(ranks, tmp_path):
 
 
 def test_gradients_over_quantised_experts_equal_one_process(ranks):
-    assert max(ranks.run(adapted_parts.quantised_step)) < 1e-4
+    for error in ranks.run(adapted_parts.quantised_step):
+        assert error < 1e-4
 
 
 def test_a_model_is_read_by_parts_with_its_adapter(ranks, tmp_path):

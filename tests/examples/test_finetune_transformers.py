@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchrun import torchrun
+from torchrun import command_of, torchrun
 
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
@@ -25,8 +25,6 @@ from finetune_transformers import main
 
 from pymoe.nn import QuantizedLinear
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BASE_STEPS, STEPS = 10, 30
 TINY = ["--hidden", "32", "--layers", "2", "--experts", "4", "--base-steps", str(BASE_STEPS), "--base-learning-rate"]
 TINY += ["0.01", "--steps", str(STEPS), "--learning-rate", "0.02", "--batch", "4", "--context", "32", "--sample", "8"]
@@ -159,9 +157,8 @@ def test_attention_and_experts_of_other_architectures_get_adapters(name, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "status"), [(1, 130), (2, 1)])  # torchrun has a status of its own
 def test_the_command_line_saves_at_an_interrupt(tiny, tmp_path, processes, status):
-    command = [sys.executable, *(TORCHRUN if processes > 1 else []), str(EXAMPLES / "finetune_transformers.py")]
-    command += ["--out", str(tmp_path), *tiny, "--base-steps", "100000"]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    options = ["--out", str(tmp_path), *tiny, "--base-steps", "100000"]
+    command, environment = command_of("finetune_transformers.py", processes, *options)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=environment) as run:
         seen = ""

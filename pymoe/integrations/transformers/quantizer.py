@@ -130,11 +130,14 @@ class PymoeQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         files = checkpoint_files or ()
-        for _file in opened(files):
-            pass  # each is whole
+        numbers: dict[str, int | None] = {}
         if isinstance(self.stored, StoredRows):
             self._tensors = self.stored.tensors_in(files)
-        numbers = mixed_files.numbers_in(files, model) if self.pre_quantized and not self.stored else {}
+        elif self.pre_quantized and not self.stored:
+            numbers = mixed_files.numbers_in(files, model)
+        else:
+            for _file in opened(files):
+                pass  # each is whole; the others open all of them, too
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -591,8 +594,9 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
         raise ValueError(f"{place} with quantised weights in experts of transformers alone, got {others[0]!r}")
     formats: set[Any] = {(layer.bits, layer.format) for layer in layers.values()}
     whole = [f"{n}.{weight}".lstrip(".") for n, one in model.named_modules() for weight in _unquantised(one)]
+    packed = {name.rpartition(".")[0] for name in layers}
     for name in whole:
-        if any(f"{name.rpartition('.')[0]}.{weight}".lstrip(".") in layers for weight in WEIGHTS):
+        if name.rpartition(".")[0] in packed:
             raise ValueError(
                 f"{place} whose experts' weights are both quantised or both not, got {name!r}, which is not; save "
                 f"model.state_dict()"

@@ -106,8 +106,9 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
         RuntimeError: transformers has put whole weights in the place of this rank's.
     """
     filled: set[str] = set()
-    loading = on_load.get()
-    if loading is not None and not any(map(is_sharded, model.modules())):
+    if not any(map(is_sharded, model.modules())):
+        loading = on_load.get()
+        assert loading is not None, "spread_model has returned True"
         loading.spread(model)  # its quantizer has read this rank's experts alone
         for module in filter(is_sharded, model.modules()):
             for parameter in module.parameters():  # of biases, new ones

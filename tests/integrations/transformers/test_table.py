@@ -19,6 +19,8 @@ def test_every_block_of_experts_behind_the_interface_is_taken_or_refused_with_th
     assert sorted(found) == sorted(one.name for one in experts_classes())
     assert set(PLANS) - set(found.values()) == {"Llama4TextMoe"}, "it is outside of the interface"
     assert set(found.values()) - set(PLANS) <= set(DIFFERENT)
+    classes = {name for _, text in sources() for name in re.findall(r"^class (\w+)\(", text, re.MULTILINE)}
+    assert set(DIFFERENT) <= classes, "a block that transformers does not have"
 
 
 def test_every_architecture_with_experts_is_listed():
