@@ -59,22 +59,12 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
     return layer
 
 
-def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield for each layer its path, and patterns for the names of its weight and of its sizes in files.
-
-    Files of a model without a head have no prefix before these names, so the path has none, either.
-    """
-    for name in sorted(names):
-        own = name.removeprefix(f"{model.base_model_prefix}.")
-        weight = rf"\b{re.escape(own)}\.weight"
-        yield own, f"{weight}$", rf"{weight}\.sizes$"
-
-
-def shared_sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
+def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
     r"""Yield patterns for the names of layers' weights in files, and whether these layers have no bias.
 
     Layers whose paths differ in one number share a pattern, because transformers tries each one on every tensor's name,
     of which files with single experts have 100,000. The pattern's group, ``\1`` in a target, is the path of a layer.
+    Files of a model without a head have no prefix before these names, so the path has none, either.
     """
     found: dict[tuple[str, str, bool], list[str]] = {}
     for name in sorted(names):

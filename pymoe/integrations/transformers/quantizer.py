@@ -241,16 +241,14 @@ class PymoeQuantizer(HfQuantizer):
                 interface.converter([rf"\.{name}$", rf"\.{name}\.sizes$"], f".{name}.packed", Take(self))
                 for name in WEIGHTS
             ]
-        if self.stored:
-            dense = [
-                interface.converter([weight], own + quantized_dense.ENDING, AsNamed(), Pack(self))
-                for own, weight, _ in quantized_dense.sources(model, self.dense)
-            ]
-        else:
-            dense = [
-                interface.converter([weight, sizes], f"{own}.packed", Take(self))
-                for own, weight, sizes in quantized_dense.sources(model, self.dense)
-            ]
+        dense = []
+        for weight, _ in quantized_dense.sources(model, self.dense):
+            if self.stored:
+                dense.append(interface.converter([weight], rf"\1{quantized_dense.ENDING}", AsNamed(), Pack(self)))
+            else:
+                sizes = weight.removesuffix("$") + r"\.sizes$"
+                dense.append(interface.converter([weight, sizes], r"\1.packed", Take(self)))
+        self._originals = [(one, None) for one in dense]  # no reverse of \1 is known; saving adds its own
         plain = [
             interface.converter([rf"\b{re.escape(own)}$"], own, AsNamed())
             for own in sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in self.floating)
@@ -260,7 +258,7 @@ class PymoeQuantizer(HfQuantizer):
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
         first = []
-        for one, unbiased in quantized_dense.shared_sources(model, self.dense):
+        for one, unbiased in quantized_dense.sources(model, self.dense):
             if self.quantization_config.linear_bits is not None:
                 sources, target = stored.sources([one]), rf"\1{quantized_dense.ENDING}"
                 first.append(interface.converter(sources, target, Widen(self, [one], Pack(self))))

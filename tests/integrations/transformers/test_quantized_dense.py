@@ -144,13 +144,15 @@ def test_a_tied_head_stays_and_is_still_tied(tmp_path):
 
 def test_names_in_files_that_end_as_a_layers_name_are_not_taken():
     """vision_layers.0.o_proj is not layers.0.o_proj: its weight would have gone into another layer."""
-    ((own, *patterns),) = quantized_dense.sources(tiny_models.build("mixtral"), {"model.layers.0.o_proj"})
-    for name in ("model.layers.0.o_proj", "layers.0.o_proj"):
+    layer = "layers.0.self_attn.o_proj"
+    ((weight, _),) = quantized_dense.sources(tiny_models.build("mixtral"), {f"model.{layer}"})
+    patterns = weight, weight.removesuffix("$") + r"\.sizes$"
+    for name in (f"model.{layer}", layer):
         assert [bool(re.search(pattern, f"{name}.weight")) for pattern in patterns] == [True, False]
         assert [bool(re.search(pattern, f"{name}.weight.sizes")) for pattern in patterns] == [False, True]
-    for name in ("vision_layers.0.o_proj", "model.layers.10.o_proj", "model.layers.0.o_projection"):
+        assert re.search(weight, f"{name}.weight")[1] == layer
+    for name in (f"vision_{layer}", f"model.{layer}ection", f"model.{layer.replace('0', '10')}"):
         assert not any(re.search(pattern, f"{name}.weight") for pattern in patterns)
-    assert own == "layers.0.o_proj"
 
 
 def test_a_base_model_and_one_with_a_head_read_each_others_files(tmp_path):
