@@ -119,6 +119,35 @@ def held_for_binding(address: str) -> Iterator[None]:
         os.close(folder)
 
 
+def addresses_of(address: str) -> list[str]:
+    """Return ``address`` once for each address of this machine that its host's name has, or as it is if it has no name.
+
+    A server listens at all of them or at none: gRPC itself is content with one, and clients that reach another by the
+    same name talk to whichever program listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if ":" in host or not port.isdecimal() or socket_path(address) is not None:
+        return [address]
+    if host == "localhost":  # gRPC takes it for both, whatever the system's table of hosts says
+        found = ["127.0.0.1", "::1"]
+    else:
+        try:
+            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError:
+            return [address]
+        found = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    return [f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in found if _is_own(one)] or [address]
+
+
+def _is_own(host: str) -> bool:
+    """Return whether this machine has the address; it may lack IPv6, for example."""
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
 def why_not_free(address: str) -> str:
     """Return the system's reason why a server cannot listen at ``address``."""
     try:

@@ -21,7 +21,7 @@ from pymoe._common.names import explain_arguments
 from pymoe._common.seconds import check_seconds
 from pymoe.remote import encodings, wire
 from pymoe.remote.checkpoints import ExpertCheckpoints
-from pymoe.remote.security import PORT, TLS, check_address, check_server, held_for_binding, why_not_free
+from pymoe.remote.security import PORT, TLS, addresses_of, check_address, check_server, held_for_binding, why_not_free
 from pymoe.remote.service import ExpertEntry, Service
 from pymoe.runtime import ExpertBackend, Runtime
 from pymoe.runtime.parameters import optimized
@@ -39,6 +39,8 @@ PATIENCE_S = 5.0
 """Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server."""
 MAX_CALLS = 8192
 """The maximum number of calls under way at a time, including watches; further ones are refused with ``QueueFull``."""
+PORT_TRIES = 8
+"""The number of free ports that are tried for one that is free at every address of the host."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_READ),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
@@ -79,8 +81,9 @@ class ExpertServer:
 
     Args:
         backends: one or several; :meth:`add` adds others. No other Runtime may serve them.
-        address: ``HOST:PORT``, with port 0 for any free one; or ``unix:PATH``. An address that other machines can reach
-            needs ``tls``, and a ``token`` or ``TLS(ca=)``.
+        address: ``HOST:PORT``, with port 0 for any free one; or ``unix:PATH``. The server listens at every address of
+            this machine that a name such as ``localhost`` has, and the port must be free at each. An address that other
+            machines can reach needs ``tls``, and a ``token`` or ``TLS(ca=)``.
         tls: the server's certificate, and the authorities for clients' certificates.
         token: the token that clients must show; without one, everybody who can connect may train.
         checkpoints: a folder, from which the newest checkpoint of each expert is loaded when it is added. Servers may
@@ -211,15 +214,16 @@ class ExpertServer:
                 raise
 
     async def _listen(self) -> None:
-        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
-        server.add_generic_rpc_handlers((self._service,))
-        try:
-            if self._tls is None:
-                port = server.add_insecure_port(self.address)
-            else:
-                port = server.add_secure_port(self.address, self._tls.server_credentials())
-        except RuntimeError:
-            raise OSError(f"cannot listen at {self.address}: {why_not_free(self.address)}") from None
+        for tries_left in reversed(range(PORT_TRIES)):
+            server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+            server.add_generic_rpc_handlers((self._service,))
+            try:
+                port = self._bind(server)
+                break
+            except OSError:  # a free port at one address of the host may be taken at another
+                await server.stop(None)
+                if not tries_left or not self.address.endswith(":0"):
+                    raise
         await server.start()
         self._service.stalls.begin()
         if not self.address.startswith("unix"):
@@ -227,6 +231,21 @@ class ExpertServer:
         self._server, self._began = server, time.monotonic()
         if self._root is not None and self._save_every > 0:
             self._keep(asyncio.ensure_future(self._save_regularly()))
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        """Add the port to the server at every address of the host, and return it; 1 for a Unix socket."""
+        port = 0
+        for address in addresses_of(self.address):
+            if port:
+                address = f"{address.rpartition(':')[0]}:{port}"
+            try:
+                if self._tls is None:
+                    port = server.add_insecure_port(address)
+                else:
+                    port = server.add_secure_port(address, self._tls.server_credentials())
+            except RuntimeError:
+                raise OSError(f"cannot listen at {self.address}: {why_not_free(address)}") from None
+        return port
 
     def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         self._saves.add(task)

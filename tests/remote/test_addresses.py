@@ -14,7 +14,8 @@ from experts import WIDTH, mlp
 from limits import LONG
 
 from pymoe.remote import ExpertServer, connect
-from pymoe.remote.security import check_address, held_for_binding
+from pymoe.remote import server as server_module
+from pymoe.remote.security import addresses_of, check_address, held_for_binding
 
 X = torch.randn(2, WIDTH)
 
@@ -105,6 +106,52 @@ def test_a_path_on_which_there_can_be_no_socket(tmp_path: Path, kind: str) -> No
 def test_a_port_that_is_in_use_is_said_to_be() -> None:
     with ExpertServer(mlp("a")) as server, pytest.raises(OSError, match=r"cannot listen at .*: Address already in use"):
         ExpertServer(mlp("b"), server.address).start()
+
+
+@pytest.mark.parametrize("taken", ["127.0.0.1", "::1"])
+def test_a_server_at_a_name_has_its_port_at_every_address_of_the_name(taken: str) -> None:
+    """Where 127.0.0.1 had another program at the port, a server at localhost listened at ::1 alone. Clients of
+    localhost then talked to the other program, which may have been a server with an expert of the same name.
+    """
+    family = socket.AF_INET6 if ":" in taken else socket.AF_INET
+    try:
+        other = socket.create_server((taken, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {taken}")
+    with other:
+        port = other.getsockname()[1]
+        server = ExpertServer(mlp("a"), f"localhost:{port}")
+        with pytest.raises(OSError, match=f"^cannot listen at localhost:{port}: Address already in use"):
+            server.start()
+
+
+@pytest.mark.parametrize("failures", [1, 3, server_module.PORT_TRIES])
+def test_a_free_port_is_one_at_every_address(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """Port 0 of localhost gave the port that was free at the first address, whoever had it at the second."""
+    real, asked = addresses_of, []
+
+    def taken_at_first(address: str) -> list[str]:
+        asked.append(address)
+        return ["127.0.0.1:0", "127.0.0.1:0"] if len(asked) <= failures else real(address)
+
+    monkeypatch.setattr(server_module, "addresses_of", taken_at_first)
+    server = ExpertServer(mlp("a"), "localhost:0")
+    if failures == server_module.PORT_TRIES:
+        with pytest.raises(OSError, match=r"^cannot listen at localhost:0: Address already in use"):
+            server.start()
+        return
+    with server:
+        assert len(asked) == failures + 1
+        port = int(server.address.removeprefix("localhost:"))
+        for one in real("localhost:0"):
+            socket.create_connection((one.rpartition(":")[0].strip("[]"), port), timeout=LONG).close()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "[::1]:7", "unix:/tmp/x", "unix:7", "unix-abstract:x", "none.invalid:7"]
+)
+def test_only_names_are_resolved(address: str) -> None:
+    assert addresses_of(address) == [address]
 
 
 def in_child(use: object) -> str:

@@ -18,9 +18,14 @@ from pymoe.remote import TLS, ExpertServer, cli, connect
 
 b = ExpertBackend("b", nn.Linear(8, 8), args_schema=[BatchTensorProto(8)])
 
+held = []
+
+
 def free():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    one = socket.socket()
+    one.bind(("127.0.0.1", 0))
+    held.append(one)  # bound, so that no other program takes it; nothing listens
+    return one.getsockname()[1]
 """
 PLACES: Table = {
     "nobody listens": ("connect(f'127.0.0.1:{free()}', timeout=9)", "nothing listens there: is the server running"),
