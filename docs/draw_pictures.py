@@ -18,7 +18,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from pymoe import ops
 from pymoe.pipe.schedules import Times, build, simulate
-from pymoe.pipe.schedules.pictures import png
+from pymoe.pipe.schedules.record import png
 
 FOLDER = Path(__file__).parent / "pictures"
 BLUE, ORANGE, GREEN, PURPLE = "#a8c8ea", "#f6c48c", "#b5d9a6", "#cdb8e4"

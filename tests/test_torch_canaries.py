@@ -21,7 +21,7 @@ from pymoe.nn import plain_calls, recorded
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.pipe import loss_graph
 from pymoe.pipe.capture import interception
-from pymoe.pipe.execution import gradients
+from pymoe.pipe.execution import graph
 
 dispatch = sys.modules["pymoe.ops.dispatch"]
 CANARIES = {
@@ -207,7 +207,7 @@ USES = {
         isolated_graph.canaries,
         lambda: pymoe.map_with_parallel_backward(lambda x: x.mul_(3), [with_gradient(0).clone()]),
     ),
-    "graphs of stages": (gradients.canaries, gradients.LeafSums),
+    "graphs of stages": (graph.canaries, graph.LeafSums),
     "transforms around maps": (_transforms.canaries, _transforms.in_torch_func),
     "thread_states": (plain_state.canaries, lambda: plain_state.in_plain_state(True, int)),
     "thread_states of nodes": (recorded.canaries, lambda: recorded.is_one_node(torch.zeros(1))),

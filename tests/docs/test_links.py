@@ -96,10 +96,9 @@ def test_planted_faults_are_found() -> None:
 
 
 WHERE_TO_ADD = {
-    "pymoe/pipe/schedules/builders.py": ["register", "gpipe"],
+    "pymoe/pipe/schedules/schedule.py": ["register", "gpipe"],
     "pymoe/bench/operators.py": ["OPERATORS"],
-    "pymoe/pipe/distributed/messages.py": ["_lay_out", "TensorLayout", "flat", "empty", "Subject"],
-    "pymoe/pipe/distributed/transport.py": ["_take"],
+    "pymoe/pipe/distributed/messages.py": ["_lay_out", "TensorLayout", "flat", "empty", "Subject", "_take"],
     "pymoe/pipe/pipe.py": ["ScheduleName"],
     "pymoe/_common/contracts.py": ["check_gate_topk"],
     "pymoe/_common/dtypes.py": ["FLOATING"],

@@ -2,12 +2,12 @@
 
 import pytest
 
-from pymoe.pipe.schedules import Action, Kind, Schedule, ScheduleError, build, builders, names, options, register
+from pymoe.pipe.schedules import Action, Kind, Schedule, ScheduleError, build, names, options, register, schedule
 
 
 @pytest.fixture(autouse=True)
 def _names_as_they_were(monkeypatch):
-    monkeypatch.setattr(builders, "_builders", dict(builders._builders))
+    monkeypatch.setattr(schedule, "_builders", dict(schedule._builders))
 
 
 def test_there_are_four_schedules():
@@ -45,7 +45,7 @@ def test_what_a_builder_makes_is_judged():
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match=r"'gpipe' is registered already, by pymoe\.pipe\.schedules\.builders"):
+    with pytest.raises(ValueError, match=r"'gpipe' is registered already, by pymoe\.pipe\.schedules\.schedule"):
         register("gpipe")(one_after_the_other)
 
 

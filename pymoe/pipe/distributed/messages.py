@@ -1,19 +1,32 @@
-"""Messages between ranks: a key, a description, and tensors as they lie in memory.
+"""Messages between ranks, sent by ``isend`` and ``irecv`` of a process group: a key, a description, and tensors as they
+lie in memory.
 
 The description has everything except the tensors' contents: structure, shapes, strides, which tensors require
 gradients, and leaves that are not tensors. Most messages have the same description as an earlier one, so a description
 is only sent when it is new.
+
+Messages from one rank to another arrive in the order in which they were sent, and an inbox keeps messages that arrive
+before the one that is waited for. So no rank has to know in which order another works, and nothing depends on tags,
+which NCCL does not have.
+
+Sending never blocks: the sender continues, and :meth:`Transport.flush` waits at the end of a step. Memory that was sent
+is released as soon as it has arrived. Over gloo, threads wait for messages in both directions while the rank computes.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import queue
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from pymoe._torch_private import pytree
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, memory_of, receive
@@ -246,3 +259,221 @@ def _dump(what: Any) -> bytes:
     except Exception as error:
         raise TypeError(f"a value cannot be sent between ranks: it cannot be pickled ({error})") from error
     return buffer.getvalue()
+
+
+# Sending and receiving.
+
+FIRST_TAG = 20117
+"""The tag of the first pipe in a group. Each pipe has its own tag, so that it takes only its own messages."""
+REMEMBERED = 256  # number of descriptions that both ends keep
+HEADER = 4 + 3 + 2  # integers: key, notes, slot of the description and its size (0 if already sent)
+
+_pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each group has had
+
+
+Notes = tuple[int, int, int]
+"""Three numbers that go with a message: rows of the micro-batch, base of random numbers, and whether a stage has
+drawn.
+"""
+
+
+class Message(NamedTuple):
+    """Holds what another rank has sent."""
+
+    key: Key
+    described: Any
+    """The part of the description that ``read_values`` or ``read_tensors`` needs."""
+    tensors: list[torch.Tensor]
+    notes: Notes
+
+
+class Transport:
+    """Sends and receives the messages of this rank. Not thread-safe."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank = dist.get_rank(group)
+        self._wire = wire_device(group, device)
+        self._device = device
+        self.tag = FIRST_TAG + _pipes[group]
+        """The tag of this pipe's messages: the same on all ranks, and different for every pipe of the group."""
+        _pipes[group] += 1
+        self.groups = groups_of_directions(group, self._wire)
+        """The groups in which this rank waits for messages: one for messages to higher, one for messages to lower
+        ranks."""
+        peers = range(dist.get_world_size(group))
+        # By peer: slots of the descriptions that it has; descriptions that it has sent, by slot; and messages that
+        # arrived early.
+        self._slots: list[dict[bytes, int]] = [{} for _ in peers]
+        self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
+        self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # operations without a thread, and waits for them
+        self._sender: Background | None = None
+        self._readers: list[Background] = []
+        if self._wire.type == "cpu":
+            # gloo's operations make no progress on their own, and do not tell whether they are done, so threads wait
+            # for them.
+            self._sender = Background("pymoe-pipe-sends")
+            self._readers = [Background(f"pymoe-pipe-from-{peer}") for peer in peers]
+
+    def send(
+        self, peer: int, key: Key, description: bytes, tensors: Sequence[torch.Tensor], notes: Notes = (0, 0, 0)
+    ) -> None:
+        """Begin to send a message. Its tensors must not change until it has arrived."""
+        up, down = self.groups
+        group, slots = up if self._rank < peer else down, self._slots[peer]
+        new = b"" if description in slots else description
+        if new and len(slots) == REMEMBERED:
+            slots.clear()
+        slot = slots.setdefault(description, len(slots))
+        parts = [torch.tensor([*key, *notes, slot, len(new)], dtype=torch.int64)]
+        if new:
+            parts.append(torch.frombuffer(bytearray(new), dtype=torch.uint8))
+        parts.extend(flat(tensor.to(self._wire)) for tensor in tensors if tensor.numel())
+        for part in parts:
+            there = part.to(self._wire)
+            work = dist.isend(there, group=group, group_dst=peer, tag=self.tag)
+            arrival = partial(wait, work, peer, key, there)
+            if self._sender is not None:
+                self._sender.put(arrival)
+            else:
+                self._posted = [*(one for one in self._posted if not one[0].is_completed()), (work, arrival)]
+
+    def expect(self, peer: int, count: int) -> None:
+        """Make a thread receive ``count`` messages of this step from ``peer`` in advance, if there are such threads."""
+        if self._readers:
+            for _ in range(count):
+                self._readers[peer].put(partial(self._take, peer))
+
+    def receive(self, peer: int, key: Key) -> Message:
+        """Wait for the message with this key from ``peer``. Raise RuntimeError if it can no longer arrive."""
+        inbox = self._inboxes[peer]
+        while key not in inbox:
+            for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
+                del inbox[other]
+            if later := {other.step for other in inbox if other.step > key.step}:  # so none of this step can follow
+                raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
+            message = self._next(peer)
+            inbox[message.key] = message
+        return inbox.pop(key)
+
+    def flush(self) -> None:
+        """Wait until all sent messages have arrived."""
+        posted, self._posted = self._posted, []
+        for _, arrival in posted:
+            arrival()
+        while self._sender is not None and self._sender.pending:
+            self._sender.get()
+
+    def _next(self, peer: int) -> Message:
+        """Return the next message of a rank, received by a thread if there is one."""
+        if not self._readers:
+            return self._take(peer)
+        if not self._readers[peer].pending:
+            self.expect(peer, 1)
+        return self._readers[peer].get()
+
+    def _take(self, peer: int) -> Message:
+        """Wait for the next message of a rank, and return it."""
+        header = torch.empty(HEADER, dtype=torch.int64, device=self._wire)
+        self._fill([header], peer)
+        step, subject, stage, micro_batch, *notes, slot, size = header.tolist()
+        known = self._descriptions[peer]
+        if size:
+            new = torch.empty(size, dtype=torch.uint8, device=self._wire)
+            self._fill([new], peer)
+            known[slot] = new.cpu().numpy().tobytes()
+        layouts, described = pickle.loads(known[slot])
+        tensors = [empty(layout, self._wire) for layout in layouts]
+        self._fill([flat(tensor) for tensor in tensors if tensor.numel()], peer)
+        here = [tensor.to(self._device) for tensor in tensors]
+        return Message(Key(step, Subject(subject), stage, micro_batch), described, here, (notes[0], notes[1], notes[2]))
+
+    def _fill(self, buffers: Sequence[torch.Tensor], peer: int) -> None:
+        up, down = self.groups
+        group = up if peer < self._rank else down
+        works = [dist.irecv(buffer, group=group, group_src=peer, tag=self.tag) for buffer in buffers]
+        for work in works:
+            wait(work, peer)
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return the device from which the group sends tensors. Gloo sends from host memory only."""
+    if device.type == "cpu" or device.type not in {there.type for there in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cpu") if group._get_backend(device).name() == "gloo" else device
+
+
+_directions: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def groups_of_directions(group: dist.ProcessGroup, wire: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups for messages to higher and to lower ranks.
+
+    NCCL runs the operations between two ranks one after the other, so two ranks that send to each other would deadlock.
+    Therefore each direction has its own communicator. All ranks of the group must call this together.
+    """
+    if wire.type == "cpu":
+        return group, group
+    if group not in _directions:
+        ranks = dist.get_process_group_ranks(group)
+        _directions[group] = group, dist.new_group(ranks, use_local_synchronization=True)
+    return _directions[group]
+
+
+def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | None = None) -> None:
+    """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
+
+    The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: the message that is being sent; None if
+    one is being received. ``kept``: objects that must stay alive until the end of the wait.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            what = "a message" if sent is None else f"the arrival of {sent}"
+            error.add_note(f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
+        raise
+
+
+class Background:
+    """A daemon thread that runs functions one after the other until one raises.
+
+    (It is no executor, because at exit the interpreter waits for an executor's threads, and a wait for a message may
+    never end.)
+    """
+
+    def __init__(self, name: str) -> None:
+        self.pending = 0
+        """The number of results that have not been taken."""
+        self._functions: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def put(self, function: Callable[[], Any]) -> None:
+        """Make the thread call ``function`` after those that were given before."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self.pending += 1
+        self._functions.put(function)
+
+    def get(self) -> Any:
+        """Wait for the next result. If the function has raised, raise its exception, in every later call, too."""
+        result, error = self._results.get()
+        if error is not None:
+            self._results.put((None, error))
+            raise error
+        self.pending -= 1
+        return result
+
+    def _run(self) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        while error is None:
+            function = self._functions.get()
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+            del function  # release what was sent before the rank learns of its arrival
+            self._results.put((result, error))
+            result = None

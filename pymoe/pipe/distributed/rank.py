@@ -27,26 +27,29 @@ from pymoe.autograd.thread_state import current
 from pymoe.pipe.context import MicroBatch, in_pipeline
 from pymoe.pipe.distributed.messages import (
     Key,
+    Message,
     Subject,
+    Transport,
     describe_tensors,
     describe_values,
     read_tensors,
     read_values,
 )
 from pymoe.pipe.distributed.plan import RankPlan, Tied, maker_of
-from pymoe.pipe.distributed.transport import Message, Transport
 from pymoe.pipe.distributed.watchdog import watching
-from pymoe.pipe.execution.gradients import WeightedSums, accumulate, total
 from pymoe.pipe.execution.graph import (
     BoundaryTensor,
     GradAccumulator,
     Graph,
     StageValue,
+    WeightedSums,
+    accumulate,
     flatten_value,
     have_tangents,
     memory_of,
     receive_value,
     refuse_unseen_edit,
+    total,
 )
 from pymoe.pipe.execution.shared_layers import turns_of
 from pymoe.pipe.execution.step_state import Activation, StageRecompute, StepInputs, recomputed

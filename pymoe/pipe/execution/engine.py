@@ -13,8 +13,16 @@ import torch
 from pymoe.autograd import random_streams
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.context import MicroBatch, running
-from pymoe.pipe.execution.gradients import Grads, accumulate, attach, end_history
-from pymoe.pipe.execution.graph import BoundaryTensor, StageValue, memory_of, unflatten_value
+from pymoe.pipe.execution.graph import (
+    BoundaryTensor,
+    Grads,
+    StageValue,
+    accumulate,
+    attach,
+    end_history,
+    memory_of,
+    unflatten_value,
+)
 from pymoe.pipe.execution.held_values import HeldLayout
 from pymoe.pipe.execution.plan import ActionPlan, PlanRun, TimedAction, Workers, inside
 from pymoe.pipe.execution.shared_layers import Turns, running_step, turns_of

@@ -28,16 +28,17 @@ from pymoe.autograd.random_streams import RandomSource, RandomStream, with_strea
 from pymoe.autograd.thread_state import ThreadState, current, in_state
 from pymoe.pipe import context
 from pymoe.pipe.context import MicroBatch
-from pymoe.pipe.execution.gradients import LeafSums, total
 from pymoe.pipe.execution.graph import (
     BoundaryTensor,
     GradAccumulator,
     Graph,
+    LeafSums,
     StageValue,
     flatten_value,
     is_fixed,
     receive,
     receive_value,
+    total,
 )
 from pymoe.pipe.execution.held_state import HeldState, Seen
 from pymoe.pipe.execution.shared_layers import Turns, note_put_back

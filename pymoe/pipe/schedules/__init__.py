@@ -13,27 +13,24 @@ name, :func:`validate` checks any schedule, :func:`simulate` computes its times,
     python -m pymoe.pipe.schedules 1f1b zero-bubble --stages 4 --micro-batches 8
 """
 
-from pymoe.pipe.schedules.builders import (
-    build,
-    gpipe,
-    interleaved_one_forward_one_backward,
-    names,
-    one_forward_one_backward,
-    options,
-    register,
-    zero_bubble,
-)
-from pymoe.pipe.schedules.pictures import png, text
-from pymoe.pipe.schedules.record import Record, Span, Times, as_run, mean_times, simulate
+from pymoe.pipe.schedules.record import Record, Span, Times, as_run, mean_times, png, simulate, text
 from pymoe.pipe.schedules.schedule import (
     Action,
     Kind,
     Schedule,
     ScheduleError,
+    build,
+    gpipe,
+    interleaved_one_forward_one_backward,
     live_counts,
+    names,
+    one_forward_one_backward,
+    options,
     peak_live,
+    register,
     run,
     validate,
+    zero_bubble,
 )
 
 __all__ = [

@@ -1,13 +1,24 @@
-"""Schedules as data: the actions of every worker in order, and the check that they can run."""
+"""Schedules as data: the actions of every worker in order, the check that they can run, and the schedules by name.
+
+To add one, write one function with a decorator::
+
+    @register("gpipe")
+    def gpipe(stages: int, micro_batches: int) -> Schedule: ...
+
+Keywords after ``stages`` and ``micro_batches`` are options of only that schedule (``virtual_stages``, ``live_limit``).
+A user's own schedule is registered when the user imports its module.
+"""
 
 from __future__ import annotations
 
 import enum
+import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 
 class Kind(enum.Enum):
@@ -255,3 +266,205 @@ def _deadlock(
     links = "; ".join([*chain.values()][[*chain].index(worker) :])
     head = schedule.orders[worker][position[worker]]
     return ScheduleError(f"deadlock: {links}", worker=worker, position=position[worker], action=head)
+
+
+# Schedules by name.
+
+Builder = TypeVar("Builder", bound=Callable[..., Schedule])
+
+_builders: dict[str, Callable[..., Schedule]] = {}
+
+OTHER_NAMES = {
+    "filldrain": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "schedulegpipe": "gpipe",
+    "schedule1f1b": "1f1b",
+    "scheduleinterleaved1f1b": "interleaved-1f1b",
+}
+"""Other packages' names for these schedules, such as ``torch.distributed.pipelining``'s, in lower case."""
+NOT_HERE = {"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"}
+"""Schedules of torch without an equivalent here, in lower case."""
+
+
+def register(name: str) -> Callable[[Builder], Builder]:
+    """Decorate the function that builds the schedule ``name``. Raise ValueError if the name is taken."""
+
+    def remember(builder: Builder) -> Builder:
+        if name in _builders:
+            raise ValueError(f"schedule {name!r} is registered already, by {_builders[name].__module__}")
+        _builders[name] = builder
+        return builder
+
+    return remember
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all schedules, in the order of registration."""
+    return tuple(_builders)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """Return the keywords that the schedule ``name`` takes in addition to stages and micro-batches."""
+    return tuple(inspect.signature(_builder(name)).parameters)[2:]
+
+
+def build(name: str, stages: int, micro_batches: int, **chosen: int | None) -> Schedule:
+    """Build the schedule ``name`` for the given numbers of stages and micro-batches, and validate it.
+
+    Args:
+        name: one of :func:`names`, or as torch spells it ("GPipe", "1F1B", "Interleaved1F1B").
+        stages: the number of stages of the model, at least 1.
+        micro_batches: the number of micro-batches of a mini-batch, at least 1.
+        chosen: options of the schedule, positive numbers; None stands for the default and is accepted for every
+            schedule.
+
+    Raises:
+        ValueError: the name is not registered, a number is below 1, or the schedule has no such option.
+        ScheduleError: (a ValueError) the built schedule cannot run.
+    """
+    builder = _builder(name)
+    chosen = {option: value for option, value in chosen.items() if value is not None}
+    for option in chosen:
+        if option not in options(name):
+            has = ", ".join(options(name)) or "no options"
+            raise ValueError(f"schedule {name!r} has no {option}: it has {has}")
+    for what, number in {"stages": stages, "micro_batches": micro_batches, **chosen}.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"schedule {name!r}: {what} must be a positive integer, got {number!r}")
+    schedule = builder(stages, micro_batches, **chosen)
+    if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
+        asked = f"{stages} stages and {micro_batches} micro-batches"
+        raise ScheduleError(f"schedule {name!r}: asked for {asked}, got {schedule.stages} and {schedule.micro_batches}")
+    validate(schedule)
+    return schedule
+
+
+def _builder(name: str) -> Callable[..., Schedule]:
+    small = name.lower()
+    for known in (name, small, OTHER_NAMES.get(small)):
+        if known in _builders:
+            return _builders[known]
+    why = ""
+    if small.removeprefix("schedule") in NOT_HERE:
+        why = (
+            ", of which 'zero-bubble' and 'interleaved-1f1b' come nearest; torch's own schedules run the stages that "
+            "Pipe.build_stage makes"
+        )
+    raise ValueError(f"no schedule {name!r}: there are {', '.join(names())}{why}")
+
+
+# The schedules.
+
+
+@register("gpipe")
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """Build the schedule of Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism" (2018), arXiv 1811.06965. Each worker has one stage. With p stages and m micro-batches the bubble is (p
+    - 1) / (m + p - 1) of the time, and every worker holds all m activations.
+
+    The paper's figure runs backwards from the last micro-batch to the first. Here, as in every schedule of this
+    package, a stage runs them from the first to the last: the bubble is the same, and gradients are summed in the same
+    order whatever the schedule.
+    """
+    orders = tuple(
+        tuple(Action(stage, i, kind) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(micro_batches))
+        for stage in range(stages)
+    )
+    return Schedule("gpipe", micro_batches, tuple(range(stages)), orders, live_limits=(micro_batches,) * stages)
+
+
+@register("1f1b")
+def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
+    """Build the schedule of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
+    2021), arXiv 2006.09503; the alternation comes from PipeDream (2019), arXiv 1806.03377; here the pipeline is flushed
+    at the end of the step.
+
+    Each worker has one stage. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m
+    micro-batches, and worker r holds min(m, p - r) activations instead of m. ``live_limit`` is an upper limit for the
+    activations of every worker, which costs time.
+    """
+    limits = tuple(min(micro_batches, stages - stage, live_limit or stages) for stage in range(stages))
+    orders = []
+    for stage, warm_up in enumerate(limits):
+        order = [Action(stage, i, Kind.FORWARD) for i in range(warm_up)]
+        for i in range(micro_batches):
+            order.append(Action(stage, i, Kind.BACKWARD))
+            if warm_up + i < micro_batches:
+                order.append(Action(stage, warm_up + i, Kind.FORWARD))
+        orders.append(tuple(order))
+    return Schedule("1f1b", micro_batches, tuple(range(stages)), tuple(orders), limits)
+
+
+@register("interleaved-1f1b")
+def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, virtual_stages: int = 2) -> Schedule:
+    """Build the schedule of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM" (2021), arXiv 2104.04473, section 2.2.
+
+    Each of p = ceil(stages / v) workers has v = ``virtual_stages`` stages: stage s is on worker s mod p. Compared with
+    1F1B of the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
+    (p - 1) / (v m + p - 1). Worker r holds up to 2(p - r - 1) + (v - 1) p + 1 activations, each of a stage that is 1/v
+    as large.
+
+    Micro-batches form groups; a group goes through all stages of a worker before the next one does. The paper requires
+    groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one, and none
+    is smaller than p unless m is. If the number of stages is not a multiple of v, the last workers have one stage
+    fewer.
+    """
+    workers = -(-stages // virtual_stages)
+    rounds = max(1, micro_batches // workers)
+    bounds = [micro_batches * i // rounds for i in range(rounds + 1)]
+    groups = [range(*pair) for pair in pairwise(bounds)]
+    largest = max(map(len, groups))
+    total = micro_batches * virtual_stages
+    orders = []
+    for worker in range(workers):
+        chunks = range(worker, workers * virtual_stages, workers)
+        forwards = [Action(s, i, Kind.FORWARD) for group in groups for s in chunks for i in group]
+        backwards = [Action(s, i, Kind.BACKWARD) for group in groups for s in reversed(chunks) for i in group]
+        warm_up = min(total, 2 * (workers - 1 - worker) + (virtual_stages - 1) * largest + 1)
+        order = forwards[:warm_up]
+        for i, backward in enumerate(backwards):
+            order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
+        # If the last workers have a stage fewer, the same order without that stage is valid, and waits can only be
+        # shorter.
+        orders.append(tuple(action for action in order if action.stage < stages))
+    placement = tuple(stage % workers for stage in range(stages))
+    limits = tuple(map(peak_live, orders))
+    return Schedule("interleaved-1f1b", micro_batches, placement, tuple(orders), limits)
+
+
+@register("zero-bubble")
+def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
+    """Build ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (2023), arXiv 2401.10241, section 2.
+
+    Each worker has one stage. Worker r starts as in 1F1B, and runs the backward of weights r micro-batches after the
+    backward of inputs, so every worker holds at most min(m, p) activations (from forward to backward of weights), no
+    more than the first worker of 1F1B.
+
+    If forward, backward of inputs and backward of weights take the times F, I and W in every stage, and m >= p, the
+    step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
+    worker's waits before its first action (F) and after its last gradient (I). With equal times all workers end
+    together, after a third of 1F1B's bubble. If the update waits for all stages, no schedule is shorter then: the last
+    worker gets its first micro-batch after (p - 1) F, and its whole work is still to come. That is why this is H1:
+    ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1 activations.
+
+    The first stage runs its backward whole, because nothing waits for the gradients of its inputs. ``live_limit`` is an
+    upper limit for the activations of every worker, which costs time.
+    """
+    limit = min(micro_batches, stages, live_limit or stages)
+    orders = []
+    for stage in range(stages):
+        warm_up = min(stages - stage, limit)
+        delay = stage if limit == micro_batches else min(stage, limit - warm_up)
+        order = [Action(stage, i, Kind.FORWARD) for i in range(warm_up)]
+        for i in range(micro_batches):
+            order.append(Action(stage, i, Kind.BACKWARD_INPUT if stage else Kind.BACKWARD))
+            if stage and i >= delay:
+                order.append(Action(stage, i - delay, Kind.BACKWARD_WEIGHT))
+            if warm_up + i < micro_batches:
+                order.append(Action(stage, warm_up + i, Kind.FORWARD))
+        if stage:
+            left = range(max(0, micro_batches - delay), micro_batches)
+            order += [Action(stage, i, Kind.BACKWARD_WEIGHT) for i in left]
+        orders.append(tuple(order))
+    return Schedule("zero-bubble", micro_batches, tuple(range(stages)), tuple(orders), (limit,) * stages)

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from pymoe.pipe.distributed.messages import (
+    Background,
     describe_tensors,
     describe_values,
     empty,
@@ -19,7 +20,6 @@ from pymoe.pipe.distributed.messages import (
     read_tensors,
     read_values,
 )
-from pymoe.pipe.distributed.transport import Background
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, flatten_value, unflatten_value
 
 Pair = collections.namedtuple("Pair", "left right")
