@@ -20,7 +20,7 @@ from pymoe.ep import failures
 from pymoe.nn import plain_calls, recorded
 from pymoe.ops import function_calls as calls_of_operators
 from pymoe.pipe import loss_graph
-from pymoe.pipe.capture import interception
+from pymoe.pipe.capture import opaque
 from pymoe.pipe.execution import graph
 
 dispatch = sys.modules["pymoe.ops.dispatch"]
@@ -30,7 +30,7 @@ CANARIES = {
     "transforms": canaries.transforms,
     "modules": canaries.modules,
     "random_streams": random_streams._numbers_come_from_streams,
-    "function_calls": interception._functions_are_heard,
+    "function_calls": opaque._functions_are_heard,
     "dispatch": dispatch._edits_are_counted,
     "backward passes": failures.ends_are_heard,
 }
@@ -166,7 +166,7 @@ def test_a_name_that_does_nothing_is_told(canary, name, monkeypatch):
     check, replaced = CANARIES[canary], getattr(private, name)
     by_nothing = silent(name)
     monkeypatch.setattr(private, name, by_nothing)
-    for module in (random_streams, interception):
+    for module in (random_streams, opaque):
         for bound in [bound for bound, value in vars(module).items() if value is replaced]:
             monkeypatch.setattr(module, bound, by_nothing)
     with pytest.raises(RuntimeError, match=r"private names of torch.*results would be wrong") as told:
@@ -221,7 +221,7 @@ USES = {
         lambda: plain_calls.is_called_plainly(torch.nn.Linear(1, 1), torch.nn.Linear),
     ),
     "_numbers_come_from_streams": (random_streams, random_streams.install),
-    "_functions_are_heard": (interception, lambda: interception.FunctionCalls(int, bool).intercepted()),
+    "_functions_are_heard": (opaque, lambda: opaque.FunctionCalls(int, bool).intercepted()),
     "_nodes_tell": (loss_graph, lambda: loss_graph.read_loss(with_gradient(0).sum(), None)),
     "_edits_are_counted": (
         dispatch,

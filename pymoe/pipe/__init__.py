@@ -6,9 +6,8 @@ from pymoe.pipe.capture import CaptureError
 from pymoe.pipe.context import MicroBatch, is_checkpointing, is_recomputing, micro_batch
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm, convert_deferred_batch_norm
 from pymoe.pipe.loss import LossWrapper, TrivialLossWrapper
-from pymoe.pipe.micro_batches import Whole
 from pymoe.pipe.pipe import Pipe, pipeline
-from pymoe.pipe.stages import INPUT, Source
+from pymoe.pipe.stages import INPUT, Source, Whole
 from pymoe.pipe.traced.partition import MultiUseParameterConfig, MultiUseParamSpec
 from pymoe.pipe.traced.policies import split_by_flops, split_by_time, split_into_equal_parameters
 from pymoe.pipe.traced.split_points import (

@@ -31,9 +31,7 @@ def keeps_counts(layer: nn.Module) -> bool:
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """Return a stage's ``function``, wrapped so that the auxiliary losses in ``module`` are weighted for the
-    micro-batch that runs.
-    """
+    """Return a stage's ``function`` with the auxiliary losses in ``module`` weighted by the running micro-batch."""
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return partial(_weighted, function, losses) if losses else function
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.micro_batches import split
 from pymoe.pipe.skip import Key, tracking
+from pymoe.pipe.stages import split
 
 __all__ = [
     "LayerSize",
@@ -254,9 +254,7 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves. Return it detached, because with its graph it would form a reference
-        cycle.
-        """
+        """Count a tensor that autograd saves. Return it without its graph, which would form a reference cycle."""
         self.add([tensor])
         return tensor.detach()
 
@@ -441,9 +439,7 @@ def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """Return the least limit such that ``partitions`` blocks, each filled up to the limit, hold all costs (by
-    bisection).
-    """
+    """Return the least limit up to which ``partitions`` blocks can be filled to hold all costs (by bisection)."""
     low, high = 0, sums[-1]
     while low < high:
         limit, end = (low + high) // 2, 0

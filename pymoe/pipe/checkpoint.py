@@ -70,9 +70,7 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether an entry of the ``state_dict`` belongs to the stages. ``value``: the entry; None if it is
-        missing.
-        """
+        """Return whether an entry of the ``state_dict`` is of the stages. ``value``: the entry; None: missing."""
         if id(value) in self._known:
             about = {id(value)}
         elif name in self._tensors:  # a state-dict hook of the model has saved a copy
@@ -187,9 +185,7 @@ def _planner(pipe: Any) -> Any:
 
 
 def _by_name() -> Any:
-    """Return options that key optimizer states by parameter names, because a split changes the numbers of
-    parameters.
-    """
+    """Return options that key optimizer states by parameter names: a split changes the parameters' numbers."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True, strict=False)

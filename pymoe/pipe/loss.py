@@ -23,9 +23,8 @@ from pymoe._torch_private import FakeTensor, pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.context import is_recomputing, micro_batch
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
-from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.python_values import value_in_cell
-from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
 
 LossFunction = Callable[..., torch.Tensor]
 Unflatten = Callable[[Sequence[Any]], Any]
@@ -83,9 +82,7 @@ def with_loss(
 
 
 def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
-    """Return the pipeline with one more output: the ``LossReading`` of the autograd graph of its output ``own``, a
-    loss.
-    """
+    """Return the pipeline with one more output, the ``LossReading`` of its output ``own``, a loss."""
     maker, number = pipeline.outputs[own]
     stage = pipeline.stages[maker]
 
@@ -119,9 +116,7 @@ def _checked(loss: Any, loss_fn: LossFunction | None) -> torch.Tensor:
 
 
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
-    """Return whether the function can be kept without keeping tensors of a step alive, as a closure over the targets
-    would.
-    """
+    """Return whether keeping the function keeps no tensors of a step alive, as a closure over targets would."""
     if isinstance(loss_fn, FunctionType):
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])

@@ -181,9 +181,7 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
-    """Return whether the value of ``node`` does not depend on the model's outputs or, if these are not known, depends
-    only on parameters.
-    """
+    """Return whether a value depends on no output of the model or, if these are unknown, only on parameters."""
     return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
@@ -208,9 +206,7 @@ def _is_of_parameters(node: Node) -> bool:
 
 
 def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:
-    """Return whether the root is one of torch's losses with mean reduction over one output of the model: the usual
-    case.
-    """
+    """Return whether the root is one of torch's losses, a mean over one output of the model: the usual case."""
     children = [child for child, _ in root.next_functions if child is not None]
     return len(children) == 1 and children[0] in ends and getattr(root, "_saved_reduction", None) == MEAN
 
@@ -286,9 +282,7 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the distinct divisors of the parts of a loss, in ascending order. Several divisors of a part are
-    multiplied.
-    """
+    """Return the distinct divisors of the parts of a loss, in ascending order; those of one part multiplied."""
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -17,11 +17,21 @@ from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.step_state import recomputed
-from pymoe.pipe.info import Inspection
 from pymoe.pipe.loss import LossWrapper, Reduction, weigh
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import OwnStages, SequentialModel, Taken
-from pymoe.pipe.stages import ALL_HOOKS, CALL_HOOKS, Call, StagedModel, refuse_moves
+from pymoe.pipe.stages import (
+    ALL_HOOKS,
+    CALL_HOOKS,
+    ByStage,
+    Call,
+    PipeInfo,
+    StagedModel,
+    StageInfo,
+    outermost,
+    refuse_moves,
+    shared_parameters,
+)
 from pymoe.pipe.traced.model import SplitPolicy, Trace, TracedModel
 from pymoe.pipe.traced.partition import Spec
 from pymoe.pipe.traced.split_points import SplitPoint, was_annotated_in_vain
@@ -35,8 +45,16 @@ CheckpointMode = Literal["always", "except_last", "never"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 CHECKPOINT = get_args(CheckpointMode)
 
+ABSENT = {
+    "split_gm": "get_stage_module(0) is the module of a stage, info().graph has the stages as a graph, and "
+    "print_readable() prints what each does",
+    "executor": "a pipe runs its stages itself, pipe(x) and pipe.step(x, target=y, loss_fn=f), and last_run tells when "
+    "each of them ran",
+}
+"""Attributes of PiPPy's and ``torch.distributed.pipelining``'s pipes, and their replacements here."""
 
-class Pipe(Inspection):
+
+class Pipe(nn.Module):
     """A sequential model, cut into stages that work at the same time, each on a different micro-batch.
 
     The pipe uses the model's own parameters, so optimizers, ``state_dict`` keys and hooks need no change. Layers of the
@@ -346,16 +364,12 @@ class Pipe(Inspection):
 
     @property
     def last_run(self) -> Record | None:
-        """Return when each action of the last :meth:`step`, forward pass or backward pass ran; None before the
-        first.
-        """
+        """Return when each action of the last step, forward pass or backward pass ran; None before the first."""
         return self._engine.last_run
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Return the kind of the backward hooks, as ``nn.Module`` records it. The hooks are the model's, and so is the
-        record.
-        """
+        """Return the kind of the backward hooks, as ``nn.Module`` records it, of the model if the hooks are its own."""
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
     @_is_full_backward_hook.setter
@@ -366,6 +380,94 @@ class Pipe(Inspection):
     def _owner_of_hooks(self) -> nn.Module:
         staged = self.__dict__.get("staged")
         return staged.module if staged is not None and staged.hooks_are_pipes else self
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.staged.parts)
+
+    @also_called(stage_idx="stage", stage_index="stage")
+    def get_stage_module(self, stage: int) -> nn.Module:
+        """Return the module of a stage: the part of the model that it uses, under the model's names.
+
+        It can be compiled in place, ``get_stage_module(0).compile()``. The module of a captured stage takes the values
+        of ``info().stages[0].takes`` by position and returns a list, also for one value. It is not an
+        ``fx.GraphModule``, because it has a graph for every capture.
+
+        Args:
+            stage: its number, from 0 up.
+
+        Raises:
+            ValueError: the stage is out of range.
+        """
+        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage < self.num_stages:
+            raise ValueError(
+                f"get_stage_module: invalid stage index, expected 0 to {self.num_stages - 1}, got {stage!r}"
+            )
+        return self.staged.present_parts()[stage]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ABSENT:
+            raise AttributeError(f"a Pipe has no {name}: {ABSENT[name]}")
+        return super().__getattr__(name)
+
+    @property
+    def has_loss_and_backward(self) -> bool:
+        """Return whether the model computes its own loss, which ``step()`` minimises if it gets no ``loss_fn``."""
+        return self.staged.has_loss
+
+    @property
+    def loss_spec(self) -> Any:
+        """Return the place of the loss in the output: ``output_loss_value_spec`` of a captured model, else None."""
+        return self.staged.loss_spec
+
+    @property
+    def replicated_params(self) -> list[dict[int, str]]:
+        """Return, for every parameter that several stages share, its name in each stage, by the stage's number.
+
+        PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
+        """
+        return list(map(ByStage, shared_parameters(self.staged.present_parts())))
+
+    def info(self) -> PipeInfo:
+        """Return the stages and the edges between them; ``print(pipe.info())`` draws them."""
+        staged, pipeline = self.staged, self.staged.pipeline
+        stages = []
+        for part, stage in zip(staged.parts, pipeline.stages, strict=True):
+            parameters = sum(parameter.numel() for parameter in part.parameters())
+            stages.append(StageInfo(outermost(part, staged.module), parameters, stage.inputs, stage.outputs))
+        return PipeInfo(tuple(stages), pipeline.outputs, pipeline.inputs, staged.has_loss)
+
+    def print_readable(self) -> None:
+        """Print what the stages do."""
+        for stage in range(self.num_stages):
+            print(self.staged.code(stage))
+
+    def __len__(self) -> int:
+        """Return the number of stages."""
+        return len(self.staged.parts)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return the module of a stage (the layers of a sequential model). As in any sequence, -1 is the last."""
+        return self.staged.present_parts()[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the modules of the stages."""
+        return iter(self.staged.present_parts())
+
+    @property
+    def devices(self) -> tuple[torch.device | None, ...]:
+        """Return the devices of the stages; None: they stay where the model was."""
+        return self.staged.devices
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        where = "" if None in self.devices else f", devices={[str(device) for device in self.devices]}"
+        return f"{type(self).__name__}({self.extra_repr()}{where}, parameters={parameters:,})"
+
+    def extra_repr(self) -> str:
+        """Return chunks, checkpointing and stages."""
+        return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, {self.staged.extra_repr()}"
 
     def train(self, mode: bool = True) -> Pipe:
         """Switch all modules to training or evaluation mode. In evaluation no micro-batch is checkpointed.

@@ -139,9 +139,7 @@ class OwnStages(LayersAsStages):
 
 
 def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) -> Sequence[Any]:
-    """Run a stage; return the items of the module's result that others take. None among ``items`` stands for the whole
-    result.
-    """
+    """Run a stage; return the items of its result that others take. The item None is the whole result."""
     result = part(*values)
     return [result if item is None else result[item] for item in items]
 
@@ -286,9 +284,7 @@ def _run(part: nn.Module, value: Any) -> Sequence[Any]:
 def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
-    """Run layers that stash and pop, given the skips from other stages; return the output and the skips for other
-    stages.
-    """
+    """Run layers that stash and pop, given skips of other stages; return the output and skips for others."""
     skips = _StageSkips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)

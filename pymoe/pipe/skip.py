@@ -104,9 +104,7 @@ _poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip th
 
 
 def will_pop(name: str, module: Any) -> None:
-    """Remember, for as long as ``module`` lives, that it pops ``name``, in the namespace that the name has when pops
-    are counted.
-    """
+    """Remember, while ``module`` lives, that it pops ``name``, in the name's namespace when pops are counted."""
     with _lock:
         _poppers.setdefault(name, weakref.WeakSet()).add(module)
 
@@ -436,9 +434,7 @@ def _run(module: Skippable, output: Any) -> Any:
 def _drive(
     module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Return ``output`` or, if it is a generator of commands, its result. Errors are raised at the command's
-    ``yield``.
-    """
+    """Return ``output``, or the result of a generator of commands. Errors are raised at a command's ``yield``."""
     if not isinstance(output, Generator):
         return output
     outer, _running.innermost = _running.innermost, module

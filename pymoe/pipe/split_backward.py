@@ -285,9 +285,7 @@ class _WithinBackward(torch.autograd.Function):
 
 
 class DeferredGradients:
-    """Keeps the gradients that arrive at nodes in part one, after all hooks, to compute the weights' gradients in part
-    two.
-    """
+    """Keeps the gradients that reach nodes in part one, after all hooks, for the weights' gradients in part two."""
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred

@@ -1,25 +1,28 @@
 """A pipeline: stages, which are functions, and edges from their outputs to their inputs.
 
 :class:`StagedModel` is a model that was cut into stages, as a ``Pipe`` runs it, in one process or across several.
-:class:`Structure` notices when layers of the model have changed since its pipeline was made.
+:class:`Structure` notices when layers of the model have changed since its pipeline was made. Mini-batches are cut into
+micro-batches here, and their outputs joined.
 """
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pymoe._common.checks import usable_device
+from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.micro_batches import MicroBatches, join, mean, split
 
 INPUT = -1
 
@@ -106,9 +109,7 @@ class StagedModel(ABC):
 
     @property
     def loss(self) -> int | None:
-        """Return the index of the loss among the pipeline's outputs; None if the model is not known to return a
-        loss.
-        """
+        """Return the index of the loss among the pipeline's outputs; None if no output is known to be a loss."""
         return None
 
     @abstractmethod
@@ -135,9 +136,7 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return the stages that run ``functions``, one for each part. Losses that a part injects are weighted by
-        micro-batch.
-        """
+        """Return stages that run ``functions``, one for each part; losses that a part injects are weighted."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -335,3 +334,228 @@ ALL_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+
+
+# Micro-batches.
+
+
+class Whole:
+    """Wraps a tensor, or a structure of tensors, that every micro-batch gets uncut, such as a mask for all rows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class MicroBatches(NamedTuple):
+    """The values of micro-batches, and their numbers of rows."""
+
+    values: list[list[Any]]
+    """Parts of every value, by micro-batch."""
+    rows: list[int]
+
+    @property
+    def weights(self) -> list[float]:
+        """Return the weight of each micro-batch's mean in the mean over all rows."""
+        total = sum(self.rows)
+        return [rows / total if total else 1.0 for rows in self.rows]
+
+
+def split(values: Sequence[Any], chunks: int) -> MicroBatches:
+    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or one part per row if there are fewer
+    rows.
+
+    Sizes differ by one at most, the larger ones first, as in ``torch.tensor_split``. Tensors without dimensions, values
+    that are not tensors, and :class:`Whole` values go to every micro-batch.
+
+    Raises:
+        ValueError: tensors have different numbers of rows.
+    """
+    flat: list[tuple[list[Any], Any]] = [
+        ([value], None) if isinstance(value, torch.Tensor) else pytree.tree_flatten(value) for value in values
+    ]
+    found = dict.fromkeys([leaf.shape[0] for leaves, _ in flat for leaf in leaves if _has_rows(leaf)])
+    if len(found) > 1:
+        raise ValueError(
+            "Pipe: the tensors of a mini-batch must have the same number of rows (dimension 0), got "
+            f"{' and '.join(map(str, found))}; pymoe.pipe.Whole(tensor) is not cut"
+        )
+    rows = next(iter(found), 0)
+    count = max(1, min(chunks, rows))
+    every, larger = divmod(rows, count)
+    sizes = [every + (number < larger) for number in range(count)]
+    parts = [
+        [_cut(leaf, sizes, count) for leaf in leaves]  # indexed by leaf, then by micro-batch
+        for leaves, _ in flat
+    ]
+    cut = [
+        [
+            leaves[0][number]
+            if structure is None
+            else pytree.tree_unflatten([leaf[number] for leaf in leaves], structure)
+            for leaves, (_, structure) in zip(parts, flat, strict=True)
+        ]
+        for number in range(count)
+    ]
+    return MicroBatches(cut, sizes)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _cut(leaf: Any, sizes: list[int], count: int) -> Sequence[Any]:
+    if isinstance(leaf, Whole):
+        return [leaf.value] * count
+    return leaf.split_with_sizes(sizes) if count > 1 and _has_rows(leaf) else [leaf] * count
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Join the outputs of micro-batches: concatenate their tensors along dimension 0.
+
+    Raises:
+        ValueError: outputs differ in structure, or contain values that cannot be joined: scalar tensors, and other
+            values that differ.
+    """
+    if len(values) == 1:
+        return values[0]
+    flat = [pytree.tree_flatten(value) for value in values]
+    structure = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"Pipe: outputs of micro-batches differ in structure: 0 has {structure}, {number} has {other}"
+            )
+    return pytree.tree_unflatten(
+        [_joined(parts) for parts in zip(*[leaves for leaves, _ in flat], strict=True)], structure
+    )
+
+
+def mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the loss of a mini-batch, a mean over its rows, from the losses of its micro-batches."""
+    if len(losses) == 1:
+        return losses[0]
+    return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum(0)
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if first.dim() == 0:
+            raise ValueError(
+                "Pipe: scalar outputs of micro-batches cannot be combined: return a value per row, compute the loss in "
+                "step(), name the output that is the loss (output_loss_value_spec), or use one micro-batch"
+            )
+        return torch.cat(parts)
+    if any(type(part) is not type(first) or part != first for part in parts[1:]):
+        raise ValueError(f"Pipe: outputs that are not tensors differ between micro-batches: {parts}")
+    return first
+
+
+# Descriptions of a pipe, as data and as a picture.
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """Describes one stage."""
+
+    modules: tuple[str, ...]
+    """Qualified names of the outermost modules in the stage."""
+    parameters: int
+    """The number of elements of the stage's parameters."""
+    takes: tuple[Source, ...]
+    """The stage's inputs: outputs of other stages, or inputs of the pipeline (stage -1)."""
+    gives: int
+    """The number of values that the stage makes for other stages."""
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """Describes all stages. ``str(info)`` is a picture of the cut."""
+
+    stages: tuple[StageInfo, ...]
+    outputs: tuple[Source, ...]
+    """Sources of the values of the model's output."""
+    inputs: int
+    has_loss_and_backward: bool
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.stages)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Return the stages as calls of modules ``submod_0``, ``submod_1`` and so on, each of which returns a list."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"input_{number}") for number in range(self.inputs)]
+        made: list[dict[int, fx.Node]] = []
+
+        def value(source: Source) -> fx.Node:
+            return inputs[source.number] if source.stage == INPUT else made[source.stage][source.number]
+
+        for number, stage in enumerate(self.stages):
+            call = graph.call_module(f"submod_{number}", tuple(value(source) for source in stage.takes))
+            made.append({item: graph.call_function(operator.getitem, (call, item)) for item in range(stage.gives)})
+        graph.output([value(source) for source in self.outputs])
+        return graph
+
+    def __str__(self) -> str:
+        rows = [("", f"{self.inputs} input{'s' * (self.inputs != 1)}", "", "")]
+        for number, stage in enumerate(self.stages):
+            modules = ", ".join(_runs(stage.modules)) or "no parameters"
+            takes = ", ".join(_words(source, number) for source in stage.takes) or "nothing"
+            rows.append((f"stage {number}", modules, f"{stage.parameters:,} parameters", f"takes {takes}"))
+        outputs = ", ".join(dict.fromkeys(_words(source, len(self.stages)) for source in self.outputs))
+        what = "output: the loss" if self.has_loss_and_backward else "output"
+        rows.append(("", what, "", f"takes {outputs or 'nothing'}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the model's outermost modules in ``part``, and of parameters outside of these."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def look(module: nn.Module, path: str) -> None:
+        found.extend(f"{path}{name}" for name in module._parameters if module._parameters[name] is not None)
+        for name, child in module._modules.items():
+            if child is not None and names.get(id(child)) is not None:
+                found.append(names[id(child)])
+            elif child is not None:
+                look(child, f"{path}{name}.")
+
+    look(part, "")
+    return tuple(found)
+
+
+def _runs(names: tuple[str, ...]) -> Iterator[str]:
+    """Abbreviate ``a.0, a.1, a.2`` as ``a.0-2``."""
+
+    def run_of(numbered: tuple[int, str]) -> tuple[str, int]:
+        position, name = numbered
+        owner, _, last = name.rpartition(".")
+        return (owner, int(last) - position) if last.isdecimal() else (name, position)
+
+    for _, run in groupby(enumerate(names), run_of):
+        (_, first), *others = run
+        yield f"{first}-{others[-1][1].rpartition('.')[2]}" if others else first
+
+
+def _words(source: Source, taker: int) -> str:
+    if source.stage == INPUT:
+        return f"input {source.number}"
+    skip = " (skip)" if source.stage < taker - 1 else ""
+    return f"stage {source.stage}: {source.number}{skip}"
+
+
+class ByStage(dict[int, str]):
+    """Maps numbers of stages to items, and also takes PiPPy's names: ``"submod_0"`` is the item of stage 0."""
+
+    def __missing__(self, key: Any) -> str:
+        number = key.removeprefix("submod_") if isinstance(key, str) else ""
+        if number.isdecimal() and int(number) in self:
+            return self[int(number)]
+        raise KeyError(key)

@@ -311,9 +311,7 @@ def _check_kind(name: str, example: Like, value: Any) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype. Dtypes of one kind can replace each other, because a model may change its
-    precision.
-    """
+    """Return the kind of a dtype; a model may change its precision, so dtypes of one kind can replace each other."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -352,9 +350,7 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """Within the block, record the lines of code that test sizes in ``environment``, a ``ShapeEnv`` or None.
-    :func:`conditions_asked` returns them.
-    """
+    """In the block, record for :func:`conditions_asked` which lines test sizes in ``environment``, a ``ShapeEnv``."""
     if environment is None:
         yield
         return

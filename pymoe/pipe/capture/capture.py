@@ -22,10 +22,16 @@ from pymoe.pipe.capture.arguments import Arguments, InputChecks, Like, Trial, co
 from pymoe.pipe.capture.entry import MODEL, ModelEntry, ModelRun, Stopped
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError, branches_on_values, capture_error, stack_level
 from pymoe.pipe.capture.external_values import ExternalValues
-from pymoe.pipe.capture.guards import Guards
-from pymoe.pipe.capture.interception import OPAQUE_CALL
-from pymoe.pipe.capture.opaque import Computed, Opaque, OpaqueCall, OpaqueModule, choose_opaque, must_be_opaque
-from pymoe.pipe.capture.python_reads import ambient_answers
+from pymoe.pipe.capture.guards import Guards, ambient_answers
+from pymoe.pipe.capture.opaque import (
+    OPAQUE_CALL,
+    Computed,
+    Opaque,
+    OpaqueCall,
+    OpaqueModule,
+    choose_opaque,
+    must_be_opaque,
+)
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
 
 _one_at_a_time = threading.RLock()  # one capture at a time, because torch.export replaces methods of torch's classes
@@ -178,9 +184,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """After the block, empty the ``caches`` to which the block has added entries: these may hold tensors without
-    values.
-    """
+    """After the block, empty the ``caches`` that it has added to: entries may hold tensors without values."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield

@@ -112,9 +112,7 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return the :class:`Holder` that reads a value, which is not one of the ``CONSTANTS`` or is a member of an
-    enumeration.
-    """
+    """Return the :class:`Holder` that reads a value other than ``CONSTANTS``, or a member of an enumeration."""
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -267,9 +265,7 @@ def _glance_at_class(value: type) -> list[Any]:
 
 
 def _of_function(function: Any) -> list[Any]:
-    """Return the values that a function holds; none if it belongs to a package, whose files are assumed not to
-    change.
-    """
+    """Return the values that a function holds; none for functions of packages, which are assumed not to change."""
     if not is_users_file(function.__code__.co_filename):
         return []
     return _glance_at_function(function)

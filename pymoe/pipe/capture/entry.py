@@ -21,9 +21,8 @@ from pymoe.pipe.capture.arguments import PYTREE_HINT, Arguments, Like
 from pymoe.pipe.capture.contents import CONSTANTS, SCALARS
 from pymoe.pipe.capture.errors import CaptureError, describe_line, is_users_file
 from pymoe.pipe.capture.external_values import MODULES_OWN, ExternalValue, ExternalValues, is_within
-from pymoe.pipe.capture.interception import OpaqueCalls, refusing_lost_calls
-from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, RealModule
-from pymoe.pipe.capture.python_reads import Answers, ReadRecorder
+from pymoe.pipe.capture.guards import Answers, ReadRecorder
+from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, OpaqueCalls, RealModule, refusing_lost_calls
 from pymoe.pipe.capture.snapshots import Changes, Snapshots, attributes_restored
 
 MODEL = "model"
@@ -133,9 +132,7 @@ class ModelRun:
         }
 
     def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
-        """Return the names of values that the run both read and changed, such as iterators from which it took
-        values.
-        """
+        """Return the names of values that the run read and changed, such as iterators from which it took values."""
         reads = self.recorder.reads.attributes
         found = (snapshots.change() for place, snapshots in before.items() if place in reads)
         return [name for name in found if name is not None]

@@ -78,11 +78,16 @@ def is_within(path: str, outer: Collection[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in outer)
 
 
+def is_boundary(hook: Any) -> bool:
+    """Return whether a hook marks a boundary of stages."""
+    return getattr(hook, "is_boundary", False)
+
+
 def users_hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the forward hooks of a module, except for those of torch and of split points."""
     for kind in FORWARD_HOOKS:
         for hook in module.__dict__[kind].values():
-            if not getattr(hook, "is_boundary", False) and not _module_of(hook).startswith("torch."):
+            if not is_boundary(hook) and not _module_of(hook).startswith("torch."):
                 yield hook
 
 
@@ -235,9 +240,7 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search the variable, module or builtin that a string constant may name, in code that looks up names at run
-        time.
-        """
+        """Search what a string constant may name (variable, module, builtin), in code that looks up names."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -323,9 +326,7 @@ def _attributes_after(steps: Sequence[dis.Instruction], number: int) -> list[str
 
 
 def _is_pythons(module: str) -> bool:
-    """Return whether the Python module with this name belongs to Python, torch or pymoe, whose functions and classes
-    are assumed not to change.
-    """
+    """Return whether a Python module is of Python, torch or pymoe, whose functions are assumed not to change."""
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "pymoe")
 

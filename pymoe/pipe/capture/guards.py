@@ -1,25 +1,444 @@
-"""The assumptions of a capture about Python, and checks that they still hold."""
+"""Records what a model's code reads while it is captured (attributes, environment, the caller's state, and values of
+tensors), and checks that it still holds: the guards of a capture.
+
+A graph refers to a tensor that is neither parameter nor buffer, so later writes to the tensor have an effect. But a
+number from ``.item()``, an index, or a fill value is a constant of the graph. Tensors from which such constants are
+made are therefore recorded.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import random
+import secrets
+import sys
+import tempfile
+import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pymoe._torch_private import global_call_hooks
+from pymoe._torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    disable_current_modes,
+    global_call_hooks,
+    local_scalar_dense,
+    pytree,
+)
 from pymoe.pipe.capture.arguments import Arguments, Like
+from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.external_values import Attributes, ExternalValue, ExternalValues, is_within
-from pymoe.pipe.capture.python_reads import Reads, ask, bytes_of
-from pymoe.pipe.capture.snapshots import Place, Snapshots, Tokens, name_within
+from pymoe.pipe.capture.snapshots import Place, Snapshots, Tokens, name_within, patched
+from pymoe.pipe.python_values import MISSING
 from pymoe.pipe.stages import CALL_HOOKS, have_same_items
 
-_STATE = ("_parameters", "_buffers")
+# Values of tensors.
+
+_TELLS_NO_VALUE = frozenset(
+    (
+        "__get__",
+        "__hash__",
+        "__len__",
+        "data_ptr",
+        "dense_dim",
+        "dim",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_coalesced",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_same_size",
+        "is_set_to",
+        "is_shared",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "numel",
+        "size",
+        "sparse_dim",
+        "storage_offset",
+        "stride",
+        "type",
+    )
+)
+"""Methods of tensors that return facts other than their values."""
+
+
+class TakenValues:
+    """Records the tensors whose elements the model's code has turned into Python values."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int | None, Tensor] = {}
+        """The tensors, by address."""
+        self._single: dict[int | None, Tensor] = {}  # all one-element tensors that the code has used
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of torch, recording the tensors whose elements it turns into constants."""
+        given = _leaves((args, kwargs))
+        real = {_address(leaf): leaf for leaf in given if _is_real(leaf)}
+        if isinstance(func, HigherOrderOperator) or not (real or any(map(_is_known, given))):
+            return func(*args, **kwargs)
+        self._single.update({address: tensor for address, tensor in real.items() if tensor.numel() == 1})
+        with _Operators() as operators:
+            result = func(*args, **kwargs)
+        results = _leaves(result)
+        made = any(isinstance(leaf, FakeTensor) for leaf in results)
+        copied = any(_is_real(leaf) and _address(leaf) not in real for leaf in results)
+        if not made and result is not None and getattr(func, "__name__", "") not in _TELLS_NO_VALUE:
+            copied = copied or not any(_is_real(leaf) for leaf in results)
+        for address, tensor in real.items():
+            is_lost = made and address not in operators.seen
+            if copied or is_lost or address in operators.asked:
+                self.tensors[address] = tensor
+        if operators.asked_known:
+            self.tensors.update(self._single)
+        return result
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the elements of a tensor as bytes."""
+    with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
+        return bytes(flat.view(torch.uint8).numpy())
+
+
+class _Operators(TorchDispatchMode):
+    """Records the addresses of the real tensors that operators get (``seen``) and of those that are converted to a
+    number (``asked``), and whether a fake tensor whose value torch knows is converted (``asked_known``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int | None] = set()
+        self.asked: set[int | None] = set()
+        self.asked_known = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self.asked if func is local_scalar_dense else self.seen
+        leaves = _leaves((args, kwargs))
+        found.update(_address(leaf) for leaf in leaves if _is_real(leaf))
+        self.asked_known |= func is local_scalar_dense and any(map(_is_known, leaves))
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(values: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(values)
+    parts = [part for leaf in leaves if isinstance(leaf, slice) for part in (leaf.start, leaf.stop, leaf.step)]
+    return leaves + parts
+
+
+def _is_real(value: Any) -> bool:
+    """Return whether a value is a real tensor, not one that stands for a value of the graph."""
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and _address(value) is not None
+
+
+def _is_known(value: Any) -> bool:
+    """Return whether ``value`` is a fake tensor whose value torch knows, as of results of one-element tensors."""
+    return isinstance(value, FakeTensor) and value.constant is not None
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor without memory
+        return None
+
+
+# Attributes, environment and the caller's state.
+
+
+@dataclass
+class Reads:
+    """Everything that the model's code read during a capture."""
+
+    attributes: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
+    of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
+    """The names of the tensors' attributes that were read, by module, ``_parameters`` or ``_buffers``, and name of the
+    tensor.
+    """
+    environment: dict[str, str | None] = field(default_factory=dict)
+    all_variables: dict[str, str] | None = None
+    """The whole environment, if the model's code has iterated over it."""
+    ambient: Answers = field(default_factory=dict)
+    """Functions of torch about the caller's state that the model's code has called, and their results."""
+    dtypes: bool = False
+    """True if the model's code has read the dtype of a tensor."""
+    values: TakenValues = field(default_factory=TakenValues)
+    gradients: bool = False
+    """True if the model's code has read whether a tensor requires gradients."""
+
+
+_MODULES_OWN = {*dir(nn.Module), *nn.Module().__dict__} - {"forward"}
+
+_STATE = ("_parameters", "_buffers", "_modules")
+
+_QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "is_grad_enabled": ((),),
+    "is_inference_mode_enabled": ((),),
+    "is_autocast_enabled": ((), ("cpu",), ("cuda",)),
+    "is_autocast_cpu_enabled": ((),),
+    "get_autocast_dtype": (("cpu",), ("cuda",)),
+    "get_autocast_cpu_dtype": ((),),
+    "get_autocast_gpu_dtype": ((),),
+    "is_autocast_cache_enabled": ((),),
+    "is_anomaly_enabled": ((),),
+    "is_anomaly_check_nan_enabled": ((),),
+    "are_deterministic_algorithms_enabled": ((),),
+    "is_deterministic_algorithms_warn_only_enabled": ((),),
+    "get_deterministic_debug_mode": ((),),
+    "get_float32_matmul_precision": ((),),
+    "get_num_threads": ((),),
+    "get_num_interop_threads": ((),),
+    "backends.mha.get_fastpath_enabled": ((),),
+}
+"""Functions of torch that report the caller's state, and the arguments with which the model's code may call them."""
+
+_SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
+_ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
+"""Functions that take random numbers from the operating system, and whether they do so only without a seed."""
+_OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfile, uuid))
+"""Files of Python that take such random numbers on behalf of their callers."""
+
+
+Answers = dict[tuple[str, tuple[Any, ...]], Any]
+"""Values that torch's functions return about the state of this thread, by function and arguments."""
+
+
+def ambient_answers() -> Answers:
+    """Return the caller's state as torch reports it, and as the model's code gets it in a capture."""
+    return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
+
+
+def ask(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the present result of torch's function ``name`` for ``args``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return attrgetter(name)(torch)(*args)
+
+
+class ReadRecorder:
+    """Records what this thread reads within ``with recorder.on():``, except in :meth:`paused`.
+
+    The model's code gets the caller's state, ``ambient``, instead of the capture's.
+    """
+
+    def __init__(self, model: nn.Module, ambient: Answers) -> None:
+        self.reads = Reads()
+        self.on_object: Callable[[str, Any], None] = lambda name, value: None
+        """Called with an attribute's name and value when it is first read."""
+        # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
+        self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
+        # torch.export also replaces parameters and buffers by stand-ins without their attributes, so the real tensors
+        # are kept here.
+        self._tensors = [
+            (path, kind, name, module.__dict__[kind], tensor)
+            for path, module in model.named_modules()
+            for kind in _STATE[:2]
+            for name, tensor in module.__dict__[kind].items()
+        ]
+        self._ambient = ambient
+        self._plain: Answers = {}
+        self._thread = threading.get_ident()
+        self._is_on = False
+
+    def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
+        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``. The model's code gets the
+        value that it would have in the caller's grad mode, and other code gets ``real``, the present value.
+        """
+        if not self.hears(frame):
+            return real
+        self.reads.gradients = True
+        key: Any = "is_grad_enabled", ()
+        self.reads.ambient[key] = self._ambient[key]
+        return real and (self._ambient[key] or tensor.is_leaf)
+
+    def hears(self, frame: FrameType) -> bool:
+        """Return whether ``frame`` reads on behalf of the model's code, so that the reading must be recorded."""
+        return self._hears() and not _asked_by_library(frame)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not record what the block reads."""
+        return patched((self, "_is_on", False))
+
+    @contextmanager
+    def on(self, functions: Sequence[ExternalValue] = ()) -> Iterator[None]:
+        """Record what the block reads of modules, of the environment, and of torch's state. ``functions``: places where
+        the model's code has torch's functions under its own names.
+        """
+        self._plain = ambient_answers()
+        environment: Any = type(os.environ)
+        replaced: list[tuple[Any, str, Any]] = []
+        for name in _QUESTIONS:
+            home, _, last = f"torch.{name}".rpartition(".")
+            replaced.append((sys.modules[home], last, self._question(name, attrgetter(name)(torch))))
+        replaced += [(home, name, self._seed(name, getattr(home, name))) for home in _HOMES for name in _SEEDS]
+        replaced += [
+            (home, name, self._entropy(getattr(home, name), takes_seed)) for home, name, takes_seed in _ENTROPY
+        ]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            replaced.append((numpy.random, "default_rng", self._entropy(numpy.random.default_rng, True)))
+        by_function = {id(getattr(home, name)): function for home, name, function in replaced}
+        with ExitStack() as stack:
+            for place in functions:
+                if (function := by_function.get(id(before := place.value(None)))) is not None:
+                    stack.callback(place.assign, before)
+                    place.assign(function)
+            stack.enter_context(
+                patched(
+                    *replaced,
+                    (nn.Module, "__getattribute__", self._attribute()),
+                    (Tensor, "__getattr__", self._attribute_of_tensor),
+                    (environment, "__getitem__", self._variable(environment.__getitem__)),
+                    (environment, "__iter__", self._all_variables(environment.__iter__)),
+                    (environment, "__len__", self._all_variables(environment.__len__)),
+                    (self, "_is_on", True),
+                )
+            )
+            yield
+
+    def _hears(self) -> bool:
+        return self._is_on and threading.get_ident() == self._thread
+
+    def _is_model_asking(self, passed_over: tuple[str, ...] = ()) -> bool:
+        """Return whether the model's code has called the function that calls this one."""
+        return self._hears() and not _asked_by_library(sys._getframe(2), passed_over)
+
+    def _attribute(self) -> Callable[[nn.Module, str], Any]:
+        get = object.__getattribute__
+
+        def __getattribute__(module: nn.Module, name: str) -> Any:
+            try:
+                value = get(module, name)
+            except AttributeError:
+                if name not in _MODULES_OWN and name[:2] != "__" and self._hears():
+                    own = get(module, "__dict__")
+                    if not any(name in own.get(kind, ()) for kind in _STATE):
+                        self._note(module, name)
+                raise
+            if name not in _MODULES_OWN and self._hears():
+                self._note(module, name)
+            elif name == "__dict__" and self._is_model_asking():
+                for each in list(value):  # vars(self)
+                    if each not in _MODULES_OWN:
+                        self._note(module, each)
+            return value
+
+        return __getattribute__
+
+    def _note(self, module: nn.Module, name: str) -> None:
+        own = object.__getattribute__(module, "__dict__")
+        path = self._paths.get(id(own))
+        if path is None or (path, name) in self.reads.attributes:
+            return
+        self.reads.attributes[path, name] = None
+        if name in own:
+            self.on_object(f"{path}.{name}".lstrip("."), own[name])
+
+    @property
+    def _attribute_of_tensor(self) -> Callable[[Tensor, str], Any]:
+        def __getattr__(tensor: Tensor, name: str) -> Any:
+            if name[:2] != "__" and self._is_model_asking():
+                for path, kind, own, tensors, real in self._tensors:
+                    if tensors.get(own) is tensor:
+                        self.reads.of_tensors.setdefault((path, kind, own), {})[name] = None
+                        if (value := real.__dict__.get(name, MISSING)) is not MISSING:
+                            return value
+            raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
+
+        return __getattr__
+
+    def _variable(self, get_item: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def __getitem__(environment: Any, key: Any) -> Any:
+            if isinstance(key, (str, bytes)) and self._is_model_asking(_ENVIRONMENT):
+                variable = os.fsdecode(key)
+                self.reads.environment.setdefault(variable, os.environ.get(variable))
+            return get_item(environment, key)
+
+        return __getitem__
+
+    def _all_variables(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def answer(environment: Any) -> Any:
+            if self.reads.all_variables is None and self._is_model_asking(_ENVIRONMENT):
+                with self.paused():
+                    self.reads.all_variables = dict(os.environ)
+            return function(environment)
+
+        return answer
+
+    def _question(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            real = function(*args, **kwargs)
+            if not self._is_model_asking():
+                return real
+            key = name, (*args, *kwargs.values())
+            if key not in self._ambient or real != self._plain[key]:  # set by a block that the model opened
+                return real
+            self.reads.ambient[key] = self._ambient[key]
+            return self._ambient[key]
+
+        return answer
+
+    def _entropy(self, function: Callable[..., Any], takes_seed: bool) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            given = [one for one in (*args, *kwargs.values()) if one is not None and not isinstance(one, random.Random)]
+            if not (takes_seed and given) and self._is_model_asking(_OF_ENTROPY):
+                raise CaptureError(
+                    "it draws random numbers from the operating system, or seeds a generator with them: draw them from "
+                    "torch, or give the generator a seed"
+                )
+            return function(*args, **kwargs)
+
+        return refuse
+
+    def _seed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if self._is_model_asking():
+                raise CaptureError(
+                    f"it calls torch.{name}, but micro-batches and stages have random streams of their own, whose seed "
+                    "and state a graph does not have"
+                )
+            return function(*args, **kwargs)
+
+        return refuse
+
+
+_HOMES = (torch, torch.random)
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
+"""Files of ``os.environ``'s own code, which reads on behalf of its caller."""
+
+
+def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
+    """Return whether ``frame`` belongs to torch or pymoe, and not to the model's code. A frame of a file in
+    ``passed_over`` reads for its caller, so its caller is tested instead.
+    """
+    while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
+        frame = frame.f_back
+    return frame is None or is_library(frame.f_code.co_filename)
+
+
+# Guards.
+
 _About = tuple[str, Any]
 """The subject of an assumption: words for messages and, if those do not identify the subject, an object."""
 
@@ -55,9 +474,7 @@ class Guards:
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Return a description of what has changed since the capture; None if nothing has. ``leaves``: the leaves of a
-        call.
-        """
+        """Describe what has changed since the capture; None: nothing. ``leaves``: the leaves of a call."""
         if self._expected is None:
             self._expected = self._expect(self._questions(), self._snapshots_kept())
         expected = self._expected
@@ -118,9 +535,7 @@ class Guards:
         return {**self.__dict__, "_expected": None, "_tokens": kept}
 
     def _snapshots_kept(self) -> Snapshots:
-        """Return the recorded values, each at the place where its present value lies; in a copy, this is the copy's
-        model.
-        """
+        """Return the recorded values, each at its present place; in a copy, this is in the copy's model."""
         places = self._places()
         kept = [self._tokens.get(about) for about in places]
         return Snapshots(list(places.values()), self._own(), [[] if tokens is None else tokens for tokens in kept])
@@ -205,7 +620,7 @@ class Guards:
             yield "the hooks of all modules", hooks
 
     def _state_dictionaries(self) -> list[tuple[str, dict[str, Tensor | None]]]:
-        return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in _STATE]
+        return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in _STATE[:2]]
 
     def _tensors(self) -> Iterator[Tensor | None]:
         for _, dictionary in self._state_dictionaries():
@@ -221,7 +636,7 @@ class Guards:
     def _sharing_now(self) -> list[int | None]:
         """Return for each parameter and buffer, in order, the index of the first one that is the same tensor."""
         everything = (
-            value for module in self._model.modules() for kind in _STATE for value in module.__dict__[kind].values()
+            value for module in self._model.modules() for kind in _STATE[:2] for value in module.__dict__[kind].values()
         )
         first: dict[int, int] = {}
         return [None if value is None else first.setdefault(id(value), n) for n, value in enumerate(everything)]

@@ -122,9 +122,7 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
 
 
 def restorer(value: Any) -> Callable[[], None]:
-    """Return a function that restores the present contents of a container, or of an object of the user's, at any
-    depth.
-    """
+    """Return a function that restores the present contents of a container or a user's object, at any depth."""
     changes = Changes()
     changes.remember(value, "")
     return changes.restore
@@ -270,9 +268,7 @@ def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> 
 
 
 def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
-    """Return the name of ``wanted`` within the result of ``get``, which has the name ``name``; None if it is not
-    there.
-    """
+    """Return the name of ``wanted`` within ``get(...)``, which is named ``name``; None if it is not there."""
     names = [name]
     tokens = freeze(get(MISSING), names=names)
     where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)

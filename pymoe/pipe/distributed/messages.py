@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from pymoe._torch_private import pytree
-from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, memory_of, receive
+from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, boundaries_of, memory_of, receive
 
 
 class Subject(IntEnum):
@@ -92,7 +92,7 @@ def describe_values(
         TypeError: something in them cannot be sent to another process.
         RuntimeError: a stage that has taken one of the tensors has changed it in place.
     """
-    boundaries = [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
+    boundaries = boundaries_of(values)
     sent, views = _lay_out_all([receive(boundary, None) for boundary in boundaries])
     places = iter(
         TensorPlace(number, view, boundary.accumulator is not None, boundary.is_fixed, taken_until(boundary.tensor))
@@ -235,9 +235,7 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles pytree's leaf specification by reference. Otherwise unpickling would call its class, and torch warns
-    about such calls.
-    """
+    """Pickles pytree's leaf specification by reference, since torch warns about calls of its class."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is type(_LEAF) and obj == _LEAF:

@@ -1,4 +1,14 @@
-"""Runs this process's stages of a pipe, one mini-batch after another.
+"""Runs this process's stages of a pipe, one mini-batch after another, and plans what they exchange with other ranks:
+values, their gradients, and gradients of shared parameters.
+
+A value is sent once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
+that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: for every
+micro-batch one message there and one back. Inputs of the model count as made by stage 0, and its outputs as taken by
+the last stage.
+
+If stages on several ranks share a parameter, each rank has a copy, and all copies get the same gradient, the sum over
+stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit, and
+equal to the parameter of a pipe in one process.
 
 All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
 every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
@@ -9,8 +19,10 @@ equal seeds stay equal to each other and to a pipe in one process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,7 +47,6 @@ from pymoe.pipe.distributed.messages import (
     read_tensors,
     read_values,
 )
-from pymoe.pipe.distributed.plan import RankPlan, Tied, maker_of
 from pymoe.pipe.distributed.watchdog import watching
 from pymoe.pipe.execution.graph import (
     BoundaryTensor,
@@ -44,6 +55,7 @@ from pymoe.pipe.execution.graph import (
     StageValue,
     WeightedSums,
     accumulate,
+    boundaries_of,
     flatten_value,
     have_tangents,
     memory_of,
@@ -54,8 +66,162 @@ from pymoe.pipe.execution.graph import (
 from pymoe.pipe.execution.shared_layers import turns_of
 from pymoe.pipe.execution.step_state import Activation, StageRecompute, StepInputs, recomputed
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
-from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel
-from pymoe.pipe.traced.stage_module import StageModule
+from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, shared_parameters
+from pymoe.pipe.traced.model import StageModule
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """The part of ``rank`` in a pipeline: its stages, and the values that it takes and sends."""
+
+    pipeline: Pipeline
+    rank_of: Sequence[int]
+    """The rank of every stage."""
+    rank: int
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Return the stages of this rank."""
+        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
+
+    @cached_property
+    def takes(self) -> list[tuple[Source, ...]]:
+        """Return the values that each stage takes; the last one also takes the model's outputs that others make."""
+        taken = [stage.inputs for stage in self.pipeline.stages]
+        last = len(taken) - 1
+        taken[last] = (*taken[last], *[source for source in self.pipeline.outputs if source.stage != last])
+        return taken
+
+    @cached_property
+    def _makers(self) -> list[set[int]]:
+        """Return, for every stage, the stages that send to it; without inputs, an empty message comes from stage 0."""
+        makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
+        return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
+
+    def _received(self, rank: int) -> Mapping[int, tuple[Source, ...]]:
+        """Return, for every stage of other ranks that sends to ``rank``, the values that it sends."""
+        values: dict[int, dict[Source, None]] = {}
+        for stage, taken in enumerate(self.takes):
+            if self.rank_of[stage] == rank:
+                for maker in sorted(self._makers[stage]):
+                    if self.rank_of[maker] != rank:
+                        own = [source for source in taken if maker_of(source) == maker]
+                        values.setdefault(maker, {}).update(dict.fromkeys(own))
+        return {maker: tuple(sources) for maker, sources in sorted(values.items())}
+
+    @cached_property
+    def received(self) -> Mapping[int, tuple[Source, ...]]:
+        """Return what :meth:`_received` returns for this rank."""
+        return self._received(self.rank)
+
+    @cached_property
+    def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
+        """Return the values that every stage of this rank sends, by receiving rank. Gradients answer each message."""
+        received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
+        return {
+            stage: {rank: values[stage] for rank, values in received.items() if stage in values}
+            for stage in self.stages
+        }
+
+    @cached_property
+    def waits_for(self) -> Mapping[int, tuple[int, ...]]:
+        """Return, for every stage of this rank, the stages of other ranks whose values it needs."""
+        return {
+            stage: tuple(maker for maker in sorted(self._makers[stage]) if self.rank_of[maker] != self.rank)
+            for stage in self.stages
+        }
+
+    @cached_property
+    def returns(self) -> Mapping[int, tuple[int, ...]]:
+        """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
+
+        Backwards run from the last stage to the first. So the gradients of another stage are complete after the
+        backward of the first stage here that takes its values.
+        """
+        first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
+        return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
+
+    def messages(self, count: int, graphs: bool) -> dict[int, int]:
+        """Return the number of messages from every other rank in a step. ``graphs``: the step has backwards."""
+        of_each = Counter(self.rank_of[maker] for maker in self.received)
+        if graphs:
+            of_each.update(rank for to in self.sent.values() for rank in to)
+        return {rank: number * count for rank, number in of_each.items()}
+
+    @cached_property
+    def uses(self) -> Counter[Source]:
+        """Return how often every value is used on this rank. Sending it to any number of ranks counts once."""
+        uses = Counter(source for stage in self.stages for source in self.takes[stage])
+        uses.update({source for to in self.sent.values() for sources in to.values() for source in sources})
+        last = len(self.rank_of) - 1
+        if self.rank_of[last] == self.rank:
+            uses.update({source for source in self.pipeline.outputs if source.stage == last})
+        return uses
+
+
+def maker_of(source: Source) -> int:
+    """Return the stage that makes a value. Inputs of the model count as made by stage 0, whose rank gets them."""
+    return 0 if source.stage == INPUT else source.stage
+
+
+# Parameters that stages on several ranks share.
+
+Shared = dict[int, str]
+"""A parameter that several stages share: its name in each of them."""
+
+
+class Tied:
+    """The gradients of shared parameters that one rank sends and receives. ``parts``: the stages' modules."""
+
+    def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
+        self.sent: dict[tuple[int, int], list[Shared]] = {}
+        """The parameters whose gradients are sent, by stage of this rank and receiving rank."""
+        self.received: dict[int, list[Shared]] = {}
+        """The parameters whose gradients are received, by stage of another rank."""
+        self.copied_to: dict[int, list[Shared]] = {}
+        """The parameters that this rank copies to other ranks, because it has their first stage, by the other rank."""
+        self.copied_from: dict[int, list[Shared]] = {}
+        """The parameters that are copied from other ranks, by the other rank."""
+        self._parts = parts
+        self._shared = list(shared_parameters(parts))
+        self._look()
+        self._own = {stage for stage, of_stage in enumerate(rank_of) if of_stage == rank}
+        for shared in self._shared:  # in the same order in every process
+            ranks = [rank_of[stage] for stage in shared]
+            others = sorted({*ranks} - {rank})
+            if rank not in ranks or not others:
+                continue
+            for stage in shared:
+                if stage not in self._own:
+                    self.received.setdefault(stage, []).append(shared)
+                    continue
+                for other in others:
+                    self.sent.setdefault((stage, other), []).append(shared)
+            if ranks[0] != rank:
+                self.copied_from.setdefault(ranks[0], []).append(shared)
+                continue
+            for other in others:
+                self.copied_to.setdefault(other, []).append(shared)
+
+    def _look(self) -> None:
+        modules = {module for part in self._parts for module in part.modules()}
+        self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
+
+    def holds(self) -> bool:
+        """Return whether stages still share the same parameters: they may have been replaced, tied or untied."""
+        if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
+            return True
+        self._look()
+        return list(shared_parameters(self._parts)) == self._shared
+
+    def of(self, stage: int, shared: Shared) -> nn.Parameter:
+        """Return the stage's parameter, which may have been replaced since."""
+        return self._parts[stage].get_parameter(shared[stage])
+
+    def own(self, shared: Shared) -> nn.Parameter:
+        """Return this rank's copy of a shared parameter."""
+        return self.of(next(stage for stage in shared if stage in self._own), shared)
+
 
 # One mini-batch.
 
@@ -103,7 +269,7 @@ class RankStep:
         self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
         self.forwards = 0
         self._begun: dict[int, int] = {}  # forwards, by stage
-        self._random: SharedSource | None = None
+        self.random: SharedSource | None = None
         self._state = current()
         self._values: dict[tuple[int, Source], StageValue] = {}
         self._uses_left: dict[tuple[int, Source], int] = {}
@@ -182,24 +348,19 @@ class RankStep:
         with in_pipeline(RandomStream(self._source, -1)):
             self._activations.pop((stage, micro_batch)).backward_weight(self.sums[stage].of(self.rows[micro_batch]))
 
-    def advance_generator(self) -> None:
-        """Advance the default generator at the end of a step in which any stage has drawn."""
-        if self._random is not None and self._random.has_drawn:
-            random_streams.draw(None)
-
     @property
     def _source(self) -> SharedSource:
-        assert self._random is not None  # it is made with the model's inputs, or received with values
-        return self._random
+        assert self.random is not None  # it is made with the model's inputs, or received with values
+        return self.random
 
     def _take_inputs(self, micro_batch: int, inputs: Sequence[Any], rows: int) -> None:
         if have_tangents(inputs):
             raise NotImplementedError("pymoe.pipe: forward-mode tangents cannot be sent to other ranks")
         self.rows[micro_batch] = rows
-        if self._random is None:
+        if self.random is None:
             before = torch.default_generator.get_state()
             try:
-                self._random = SharedSource(random_streams.draw(None))
+                self.random = SharedSource(random_streams.draw(None))
             finally:
                 torch.default_generator.set_state(before)
         given = self.inputs[micro_batch] = StepInputs()
@@ -255,21 +416,17 @@ class RankStep:
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        """Begin to send a message of this step, with the base of random numbers and whether any stage is known to have
-        drawn.
-        """
+        """Begin to send a message of this step, with the base of random numbers and whether any stage has drawn."""
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        """Wait for a message of this step and return it. Copy two of its notes: the base of random numbers, and whether
-        a stage has drawn.
-        """
+        """Wait for a message of this step; note its base of random numbers, and whether a stage has drawn."""
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
-        if self._random is None:
-            self._random = SharedSource(base)
-        self._random.has_drawn |= bool(has_drawn)
+        if self.random is None:
+            self.random = SharedSource(base)
+        self.random.has_drawn |= bool(has_drawn)
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
@@ -304,9 +461,7 @@ class RankStep:
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may change while it is being sent: values that stages here also take, and the stage's
-        own parameters and buffers.
-        """
+        """Return the memory that may change while it is sent: what stages here take, and the stage's own tensors."""
         taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
         tensors = [boundary.tensor for boundary in boundaries_of(taken)]
         for module in self.plan.pipeline.stages[stage].modules:
@@ -328,11 +483,6 @@ class RankStep:
             if place is not None and grad is not None:
                 accumulator, number, device = place
                 accumulator.add_gradient(number, grad.to(device))
-
-
-def boundaries_of(values: Sequence[StageValue]) -> list[BoundaryTensor]:
-    """Return the boundary tensors among the leaves of ``values``."""
-    return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
 
 
 def last_elsewhere(takers: dict[int, dict[int, int]], tensor: torch.Tensor, rank: int) -> int:
@@ -380,9 +530,7 @@ class Rank:
                 module.update_model()
 
     def begin(self, stage: int) -> None:
-        """Begin a step, unless another stage has begun it. Schedules call this in every step, for each of their
-        stages.
-        """
+        """Begin a step, unless another stage has. Schedules call this for each of their stages in every step."""
         if self._begun and stage not in self._begun:
             self._begun.add(stage)
             return
@@ -404,8 +552,15 @@ class Rank:
         if is_certain:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
-        planned.find_shared_state()
-        training = [self.staged.parts[stage].training for stage in planned.plan.stages]
+        # No forward may write to state that several stages share, because ranks have copies of it.
+        found = turns_of(
+            [stage.held.look().layout for stage in planned.recompute], [stage.turns for stage in planned.recompute]
+        )
+        for stage, turns in zip(planned.recompute, found, strict=True):
+            stage.turns = turns
+        for turns in {turns for turns in found if turns is not None}:
+            turns.begin_step(())
+        training = [self.staged.parts[index].training for index in planned.plan.stages]
         in_backward = recomputed(self._checkpoint, count) if any(training) and graphs else range(0)
         self.step = RankStep(
             planned.plan, planned.tied, self.transport, self._steps, graphs, planned.recompute, in_backward, count
@@ -462,7 +617,8 @@ class Rank:
     def finish(self, step: RankStep) -> None:
         """End a step: advance the random generator, and wait until all messages have arrived."""
         self.step = None
-        step.advance_generator()
+        if step.random is not None and step.random.has_drawn:
+            random_streams.draw(None)  # advances the default generator
         self.transport.flush()
         self.failure_detector.end()
 
@@ -518,26 +674,12 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """A pipeline, and its plan for one assignment of stages to ranks. A model may have one pipeline for training and
-    one for evaluation.
-    """
+    """A pipeline, of one mode of the model, and its plan for one assignment of stages to ranks."""
 
     made_for: Pipeline
     plan: RankPlan
     tied: Tied
     recompute: list[StageRecompute]
-
-    def find_shared_state(self) -> None:
-        """Begin a step, in which no forward may write to state that several stages share, because ranks have copies of
-        it.
-        """
-        found = turns_of(
-            [stage.held.look().layout for stage in self.recompute], [stage.turns for stage in self.recompute]
-        )
-        for stage, turns in zip(self.recompute, found, strict=True):
-            stage.turns = turns
-        for turns in {turns for turns in found if turns is not None}:
-            turns.begin_step(())
 
 
 _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDictionary()

@@ -96,9 +96,7 @@ class RankStage(PipelineStageBase):
         self._note_chunks(True, num_microbatches)
 
     def _nothing_to_exchange(self, *_: Any, **__: Any) -> Any:
-        """Return an empty list of operations for the schedule: forwards and backwards send and receive by
-        themselves.
-        """
+        """Return no operations for the schedule: forwards and backwards send and receive by themselves."""
         return []
 
     _create_grad_recv_info = _get_init_p2p_neighbors_ops = _nothing_to_exchange
@@ -123,9 +121,7 @@ class RankStage(PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the stage's backward; without ``full_backward``, only its first part, which computes the gradients of
-        inputs.
-        """
+        """Run the stage's backward; without ``full_backward``, only its first part, for gradients of inputs."""
         if self.has_backward:
             self._run(
                 "backward", bwd_chunk_id, self._now().backward, self.stage_index, bwd_chunk_id, loss, full_backward
@@ -137,9 +133,7 @@ class RankStage(PipelineStageBase):
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sum the gradients of a step. A factor other than 1 means that micro-batches' losses are means over their
-        rows.
-        """
+        """Sum the gradients of a step. A factor other than 1: micro-batches' losses are means over their rows."""
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 

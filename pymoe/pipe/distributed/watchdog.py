@@ -124,16 +124,12 @@ class Peer:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the system reports the end of the peer's process, so that silence does not count as a
-        failure.
-        """
+        """Return whether the system reports the end of the peer's process: silence is then no failure."""
         return self.pidfd is not None or self.has_ended
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Return the peer's heartbeat: on the same host the present or final one, otherwise the latest that was
-        received.
-        """
+        """Return the peer's heartbeat: on this host its present or final one, otherwise the latest received."""
         if self._page is not None:
             with contextlib.suppress(Exception):  # an incomplete record raises
                 steps, *at = pickle.loads(self._page[:])
@@ -141,9 +137,7 @@ class Peer:
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Read the newest heartbeat from the store, if the peer's memory cannot be read. Return False if the store is
-        lost.
-        """
+        """Read the newest heartbeat from the store, unless from the peer's memory; False: the store is lost."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -153,9 +147,7 @@ class Peer:
         return True
 
     def failure(self, patience: float) -> RankError | None:
-        """Return an error if the peer's process has ended, or has been silent for longer than ``patience`` seconds;
-        else None.
-        """
+        """Return an error if the peer's process has ended, or was silent for over ``patience`` seconds; else None."""
         if self.has_ended:
             what = f"the process of {self}, has ended"
         elif not self.is_watched and self.silent_s > patience:
@@ -215,9 +207,7 @@ class FailureDetector:
         self._groups.update(groups)
 
     def first(self, key: str, record: object) -> Any:
-        """Write ``record`` under ``key``, unless a rank has done so before. Return the first record; None if the store
-        is lost.
-        """
+        """Write ``record`` under ``key`` unless a rank has. Return the first record; None: the store is lost."""
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
@@ -297,18 +287,14 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Record this rank's position and that it has made ``steps`` more steps, where other ranks on this host can
-        read it.
-        """
+        """Show this rank's position, and ``steps`` more finished steps, to other ranks on this host."""
         with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
             self._heartbeat.steps += steps
             self._heartbeat.at = at
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Return whether all other ranks have sent a heartbeat. If a process ends before its first one, that is not
-        noticed.
-        """
+        """Return whether all ranks have sent a heartbeat. A process that ends before its first goes unnoticed."""
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
                 self._peers.append(Peer(rank, heartbeat))

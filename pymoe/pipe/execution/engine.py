@@ -19,6 +19,7 @@ from pymoe.pipe.execution.graph import (
     StageValue,
     accumulate,
     attach,
+    boundaries_of,
     end_history,
     memory_of,
     unflatten_value,
@@ -38,9 +39,8 @@ from pymoe.pipe.loss import (
     with_loss,
     with_reading,
 )
-from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules import Kind, Record, Schedule, as_run, build
-from pymoe.pipe.stages import INPUT, Pipeline, Source
+from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source
 
 ALL, FORWARD, BACKWARD = frozenset(Kind), frozenset({Kind.FORWARD}), frozenset({Kind.BACKWARD})
 REMEMBERED = 64
@@ -116,13 +116,7 @@ class Engine:
         except BaseException:
             state.release()
             raise
-        crossed = [
-            leaf
-            for values in outputs
-            for value in values
-            for leaf in value.leaves
-            if type(leaf) is BoundaryTensor and leaf.accumulator is not None
-        ]
+        crossed = [leaf for values in outputs for leaf in boundaries_of(values) if leaf.accumulator is not None]
         made: dict[int, torch.Tensor] = {}
         if crossed:
             inputs = state.inputs.tensors
@@ -141,9 +135,7 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """Return the function that autograd calls with the gradients of the outputs to get the gradients of inputs and
-        ``leaves``.
-        """
+        """Return the function with which autograd turns gradients of outputs into those of inputs and ``leaves``."""
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
 
         def backward(grads: Grads, keep: bool) -> Grads:
@@ -287,9 +279,7 @@ def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
 
 
 def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
-    """Return the gradients of the inputs and of ``leaves``; add gradients of other leaves to ``.grad`` or their
-    histories.
-    """
+    """Return the gradients of the inputs and of ``leaves``; pass on those of other leaves, as ``backward()`` does."""
     found, grads = state.gradients()
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)

@@ -49,8 +49,8 @@ from pymoe.autograd.graph_nodes import (
 from pymoe.autograd.isolated_graph import SECOND_BACKWARD
 from pymoe.autograd.random_streams import RandomStream
 from pymoe.pipe.loss_graph import LossReading
-from pymoe.pipe.micro_batches import Whole
 from pymoe.pipe.python_values import value_in_cell
+from pymoe.pipe.stages import Whole
 
 _PAST = (
     "pymoe.pipe: a backward pass went past the beginning of a stage's graph: a tensor of another stage, or of an "
@@ -124,15 +124,18 @@ def flatten_value(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -
     return StageValue([cross(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
+def boundaries_of(values: Iterable[StageValue]) -> list[BoundaryTensor]:
+    """Return the boundary tensors among the leaves of ``values``."""
+    return [leaf for value in values for leaf in value.leaves if type(leaf) is BoundaryTensor]
+
+
 def unflatten_value(leaves: list[Any], structure: Any) -> Any:
     """Return the value with these leaves and this structure."""
     return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Return whether torch refuses in-place changes of this tensor, which requires gradients: a leaf or a view of
-    one.
-    """
+    """Return whether torch refuses in-place changes of a tensor that requires gradients: a leaf or a view of one."""
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
 
 
@@ -191,9 +194,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """Makes the graph of a stage, which runs between :meth:`begin` and :meth:`end`. Keeps the graph's inputs, outputs
-    and leaves.
-    """
+    """Makes the graph of a stage, which runs between :meth:`begin` and :meth:`end`, and keeps its ends and leaves."""
 
     __slots__ = (
         "_aliases",
@@ -526,9 +527,7 @@ def attach(
 
 
 def end_history(edited: Sequence[torch.Tensor]) -> None:
-    """Make a backward pass raise RuntimeError where it reaches an in-place change that a stage has made to one of these
-    inputs of the pipe.
-    """
+    """Make backward passes raise RuntimeError at in-place changes that a stage has made to these inputs."""
     with torch.enable_grad():
         for tensor in edited:
             version = tensor._version

@@ -88,9 +88,7 @@ class Seen(NamedTuple):
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the numbers of the watched tensors whose memory, where it was read, has changed since this object was
-        made.
-        """
+        """Return the numbers of watched tensors whose memory has changed since, as far as it was read."""
         now = self.layout.fingerprints(self.moment)
         if now == self.fingerprints:
             return set()
@@ -173,9 +171,7 @@ class HeldState:
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return, after a forward, the part of ``seen`` that its recomputation needs; None if that state cannot be
-        restored.
-        """
+        """Return the part of ``seen`` that the forward's recomputation needs; None: it cannot be restored."""
         if seen is None:
             return None
         rewritten = seen.rewritten()
@@ -218,9 +214,7 @@ class HeldState:
             raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
 
     def exchanged(self, seen: Seen) -> set[Any]:
-        """Return the keys of the tensors and generators, and the ids of the containers, that would now be put back for
-        a recomputation.
-        """
+        """Return the keys of tensors and generators, and ids of containers, that a recomputation would put back."""
         layout = seen.layout
         written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
         values = [*(layout.tensors[number] for number in written), *_drawn(seen)]

@@ -273,9 +273,7 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield the values in a function's closure, defaults and attributes; if the code is not the user's, only
-        functions.
-        """
+        """Yield the values that a function holds; if the code is not the user's, only functions."""
         held = _held_by(value)
         if value.__globals__.get("__name__", "").partition(".")[0] in _OTHERS_CODE:
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
@@ -321,9 +319,7 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return the id that identifies a tensor in all layouts while it lives; for an array's tensor, the array's
-        id.
-        """
+        """Return the id of a tensor, or of its array, which identifies it in all layouts while it lives."""
         tensor = self.tensors[number]
         return id(self._originals.get(id(tensor), tensor))
 
@@ -345,15 +341,11 @@ class HeldLayout:
         return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
 
     def holds(self, sizes: list[int], values: list[Any]) -> bool:
-        """Return whether the places have these sizes and hold these very objects. Raise KeyError if an attribute is
-        gone.
-        """
+        """Return whether the places hold these very objects. Raise KeyError if an attribute is gone."""
         return self.sizes() == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
-        """Return the tensors' versions and addresses, which change if a tensor is moved, or written to in a way that
-        torch counts.
-        """
+        """Return versions and addresses of tensors, which change with moves, and with writes that torch counts."""
         plain = self._plain
         stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))

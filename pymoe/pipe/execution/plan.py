@@ -171,9 +171,7 @@ class PlanRun:
         self._failing = threading.Lock()
 
     def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread as long as they are short, or all of them. Return True if nothing is left to
-        do.
-        """
+        """Perform actions on this thread while they are short, or all of them. Return True if none is left."""
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
             return False

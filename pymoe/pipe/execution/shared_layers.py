@@ -154,9 +154,7 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers that are assumed to be written by their kernels, since reading their buffers would wait for a
-    device.
-    """
+    """Return the layers assumed to be written by kernels: reading their buffers would wait for a device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
@@ -230,9 +228,7 @@ class _Overlap:
             self.fail(names[0])
 
     def note(self, exchanged: set[Any]) -> None:
-        """Make both steps fail if they share state in ``exchanged``, which :meth:`HeldState.exchanged` returns for a
-        recomputation.
-        """
+        """Make both steps fail if they share state in ``exchanged`` (:meth:`HeldState.exchanged`)."""
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 

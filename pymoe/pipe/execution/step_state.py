@@ -34,6 +34,7 @@ from pymoe.pipe.execution.graph import (
     Graph,
     LeafSums,
     StageValue,
+    boundaries_of,
     flatten_value,
     is_fixed,
     receive,
@@ -43,10 +44,9 @@ from pymoe.pipe.execution.graph import (
 from pymoe.pipe.execution.held_state import HeldState, Seen
 from pymoe.pipe.execution.shared_layers import Turns, note_put_back
 from pymoe.pipe.loss_graph import LossReading
-from pymoe.pipe.micro_batches import MicroBatches
 from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.split_backward import SplitBackward
-from pymoe.pipe.stages import INPUT, Pipeline, Source, Stage
+from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
 
 
 class Activation(GradAccumulator):
@@ -147,9 +147,7 @@ class Activation(GradAccumulator):
         self.grads = []
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Return the leaves to which the backward adds gradients; before a recomputation, the parameters of the
-        stage.
-        """
+        """Return the leaves of the backward; before a recomputation, the parameters of the stage."""
         if self._graph is not None:
             return self._graph.leaves
         modules = () if self._recomputation is None else self._stage.modules
@@ -232,9 +230,7 @@ class StageRecompute:
 
     def is_useful(self, received: Sequence[StageValue]) -> bool:
         """Return whether the forward can make a graph; without a graph, recomputing would save no memory."""
-        return self._trains or any(
-            type(leaf) is BoundaryTensor and leaf.accumulator is not None for value in received for leaf in value.leaves
-        )
+        return self._trains or any(leaf.accumulator is not None for leaf in boundaries_of(received))
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -248,7 +244,7 @@ class StageRecompute:
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
         """Prepare for the first run of a forward that takes these values; return the state that :meth:`after` needs."""
         edited = self._edited
-        taken = [leaf for value in received for leaf in value.leaves if type(leaf) is BoundaryTensor]
+        taken = boundaries_of(received)
         copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
         return taken, copies, self.held.before()
 
@@ -488,8 +484,8 @@ class StepState:
         """
         values, self._values = self._values, []
         outputs = [[here[source] for source in self._pipeline.outputs] for here in values]
-        for leaf in [leaf for row in outputs for value in row for leaf in value.leaves]:
-            if type(leaf) is BoundaryTensor and leaf.accumulator is not None:
+        for leaf in [leaf for row in outputs for leaf in boundaries_of(row)]:
+            if leaf.accumulator is not None:
                 receive(leaf, None)
         return outputs
 

@@ -252,9 +252,7 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow the chain of waiting workers from ``worker`` until it comes back to one of them. Return an error that
-    names the waits.
-    """
+    """Follow the waiting workers from ``worker`` until they come full circle; return an error that names the waits."""
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]

@@ -277,9 +277,7 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def split_regions(graph: fx.Graph) -> None:
-    """Split regions (blocks without gradients, or in autocast) at their markers, so that markers lie between
-    regions.
-    """
+    """Split regions (blocks without gradients, or in autocast) at the markers in them."""
     for node in list(graph.nodes):
         if isinstance(node.target, Region):
             split_regions(node.target.graph.graph)
@@ -308,9 +306,7 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
 def _insert_region(
     graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
 ) -> None:
-    """Insert a region with the nodes of ``segment`` before the node ``before``. Add the region's results to
-    ``outside``.
-    """
+    """Insert a region of the nodes in ``segment`` before a node. Add its results to ``outside``."""
     inside = set(segment)
     taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
     given = [node for node in segment if any(user not in inside for user in node.users)]
@@ -344,9 +340,7 @@ def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 class ModuleCall:
-    """The target of a node: takes a module and the computed leaves of its arguments, and returns the leaves of its
-    result.
-    """
+    """The target of a node: takes a module and its arguments' computed leaves, returns its result's leaves."""
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
@@ -549,9 +543,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument that a region returns unchanged as output ``number``; the region if it computes that
-    output.
-    """
+    """Return the argument that a region returns as output ``number``; the region if it computes that output."""
     if not isinstance(node.target, Region):
         return node
     block = node.target.graph.graph

@@ -169,9 +169,7 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 
 def _flops(graph: fx.GraphModule) -> Costs:
-    """Count the floating point operations of matrix products, convolutions and attention in the forward; nothing is
-    run.
-    """
+    """Count the floating point operations of products, convolutions and attention in the forward, without a run."""
     counting = _NodeFlops(graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
@@ -195,9 +193,7 @@ def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
 
 @contextmanager
 def _restored(graph: fx.GraphModule) -> Iterator[None]:
-    """Restore the buffers of opaque modules and the random generators after the block. Operators change only copies of
-    tensors.
-    """
+    """Restore buffers of opaque modules and random generators after the block; operators change only copies."""
     modules = [call.module for call in opaque_modules(graph.graph)]
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]

@@ -119,9 +119,7 @@ class PipeSplitWrapper:
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """Raised if a model has no submodule with a given name: a ValueError, as elsewhere in this package, and PiPPy's
-    AttributeError.
-    """
+    """A model has no submodule of that name: a ValueError, as elsewhere here, and PiPPy's AttributeError."""
 
 
 @also_called(mod="model")
@@ -187,9 +185,7 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a module that shares the dictionaries of parameters and buffers, and has its own dictionary of
-    children.
-    """
+    """Return a module that shares the dictionaries of parameters and buffers, with its own of children."""
     if parametrize.is_parametrized(module):  # copy() would not share the dictionaries
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
