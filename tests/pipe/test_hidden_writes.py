@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import pymoe
 from pymoe.pipe import Pipe, is_recomputing
-from pymoe.pipe.execution.held_state import HeldState
+from pymoe.pipe.execution.held_state import HeldState, PutBack
 from pymoe.pipe.execution.held_values import HeldLayout
 
 pytestmark = [
@@ -210,7 +210,7 @@ def test_a_part_is_found_in_the_first_forward_and_one_that_is_written_every_time
     part.kept.data[where] += 1
     again = held.after(seen)
     after = part.kept.detach().clone()
-    with held.put_back(again):
+    with PutBack(held, again):
         assert torch.equal(part.kept, before)
         part.kept.data[where] += 1
     assert torch.equal(part.kept, after)
@@ -225,7 +225,7 @@ def test_a_forward_is_not_recomputed_if_a_later_one_was_found_to_write_what_its_
     part.kept.data[where] += 1
     assert held.after(later) is None
     assert not earlier.rewritten()
-    with pytest.raises(RuntimeError, match="'kept' has changed since"), held.put_back(earlier):
+    with pytest.raises(RuntimeError, match="'kept' has changed since"), PutBack(held, earlier):
         pass
 
 

@@ -210,7 +210,8 @@ class Engine:
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
             # The same code may write to other state in another mode, and so may another captured graph.
-            code = [*state.functions(), *(module.training for one in layouts for module in one.modules.values())]
+            functions = [stage.function for stage in state.pipeline.stages]
+            code = [*functions, *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
         # A loss runs as a part of the last stage.
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]

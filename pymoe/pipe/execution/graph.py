@@ -66,6 +66,13 @@ class GradAccumulator:
     def __init__(self) -> None:
         self.grads: list[torch.Tensor | None] = []  # the sums so far, by tensor
 
+    def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
+        """Return a tensor that crosses a boundary, without its history; this object sums its gradients."""
+        self.grads.append(None)
+        if not tensor.requires_grad:
+            return BoundaryTensor(tensor)
+        return BoundaryTensor(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
+
     def add_gradient(self, number: int, grad: torch.Tensor) -> None:
         before = self.grads[number]
         self.grads[number] = grad if before is None else add_gradients(before, grad)
@@ -293,9 +300,8 @@ class Graph:
             return
         for value in sent:
             for leaf in value.leaves:
-                if type(leaf) not in _WITHOUT_TENSORS and any(
-                    self.entry in _nodes_behind(tensor) for tensor in _tensors_inside(leaf)
-                ):
+                tensors = () if type(leaf) in _WITHOUT_TENSORS else _tensors_inside(leaf)
+                if any(self.entry in find_leaves_and_nodes([tensor.grad_fn], None)[1] for tensor in tensors):
                     raise TypeError(
                         f"a stage sends a {type(leaf).__qualname__} with a tensor inside that needs gradients, which "
                         "pipes cannot find there: register the class with torch.utils._pytree.register_pytree_node "
@@ -324,10 +330,8 @@ class Graph:
                 accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
 
 
-def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
-    """Yield the tensors that need gradients in an object: in its attributes, its items, or the closure of a function,
-    at most ``depth`` levels down.
-    """
+def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield tensors that need gradients in an object's attributes, items or closure, ``depth`` levels down."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -342,17 +346,6 @@ def _tensors_inside(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     inside += [getattr(value, name, None) for name in ("__self__", "func", "args", "keywords")]
     for one in inside:
         yield from _tensors_inside(one, depth - 1)
-
-
-def _nodes_behind(tensor: torch.Tensor) -> set[Any]:
-    found: set[Any] = {tensor.grad_fn}
-    pending: list[Any] = [tensor.grad_fn]
-    while pending:
-        node = pending.pop()
-        following = [] if node is None else [after for after, _ in node.next_functions if after not in found]
-        found.update(following)
-        pending += following
-    return found
 
 
 def memory_of(tensor: torch.Tensor) -> int:

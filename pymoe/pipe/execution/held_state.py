@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from copy import copy as copy_of
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -56,11 +57,6 @@ class HeldSnapshot:
         self.values = list(layout.values())
         self.contents = [cell.contents() for cell in layout.cells]
         self.stamps = layout.stamps()
-
-    def with_stamps(self, stamps: list[int]) -> HeldSnapshot:
-        other = HeldSnapshot.__new__(HeldSnapshot)
-        other.__dict__ = {**self.__dict__, "stamps": stamps}
-        return other
 
     def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
         """Return whether nothing except parameters has changed between the two snapshots."""
@@ -126,7 +122,8 @@ class HeldState:
             if is_same:
                 stamps = layout.stamps()
                 if stamps != state.stamps:
-                    self._state = state = state.with_stamps(stamps)
+                    self._state = state = copy_of(state)
+                    state.stamps = stamps
                 return state
             if _differ_plainly(state):
                 self._state = state = HeldSnapshot(layout)
@@ -142,9 +139,7 @@ class HeldState:
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return the present state, in which a forward would begin now. ``to_compare``: only for :meth:`changes`, so
-        tensors on devices are not copied.
-        """
+        """Return the present state. ``to_compare``: only for :meth:`changes`; copies no tensors on devices."""
         state = self.look()
         layout = state.layout
         numbers: Iterable[int] = layout.small
@@ -160,9 +155,7 @@ class HeldState:
         )
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of the state that has changed since ``seen`` was made. State that only a wait for a device
-        would show is left out.
-        """
+        """Return the names of state changed since ``seen``, except what only a wait for a device would show."""
         layout = seen.layout
         names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
         written = layout.written(seen.stamps, layout.stamps())
@@ -191,27 +184,11 @@ class HeldState:
                 can_be_put_back = False  # the tensor may have another shape now
         if not can_be_put_back:
             return None
-        contents = [_without_histories(one) for one in seen.contents]
+        contents = [_exchanged(one, _without_history) for one in seen.contents]
         if all(map(is_, contents, seen.contents)):
             return seen
         self._state = None
         return seen._replace(state=None, contents=contents)
-
-    def put_back(self, seen: Seen) -> PutBack:
-        """Return a context in which a forward can be recomputed: the state is that of the first run, and is restored
-        afterwards.
-
-        Raises:
-            RuntimeError: state that was not copied has begun to change; or the recomputation has written to state that
-                the first run has not written to.
-        """
-        return PutBack(self, seen)
-
-    def refuse_rewritten(self, seen: Seen) -> None:
-        """Raise RuntimeError if memory that the recomputation has read was changed without autograd's knowledge."""
-        if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
-            self.written.update(map(seen.layout.identity, lost))
-            raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
 
     def exchanged(self, seen: Seen) -> set[Any]:
         """Return the keys of tensors and generators, and ids of containers, that a recomputation would put back."""
@@ -219,48 +196,6 @@ class HeldState:
         written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
         values = [*(layout.tensors[number] for number in written), *_drawn(seen)]
         return {*map(layout.key, values), *(id(cell.place) for cell, _ in self.changed_cells(seen))}
-
-    def restore(
-        self,
-        seen: Seen,
-        now: dict[int, Any],
-        stamps: Sequence[int],
-        copies: dict[int, torch.Tensor],
-    ) -> list[str]:
-        """Restore the state from just before a recomputation, and return the names of state that cannot be restored.
-
-        Args:
-            seen: the state seen in the first run.
-            now: the contents, just before the recomputation, of the cells that differed from ``seen``, by
-                ``id(cell.place)``.
-            stamps: the stamps of the layout's tensors at that time.
-            copies: copies of tensors from that time, by their number in the layout.
-        """
-        lost, layout = [], seen.layout
-        stale = []  # graphs made in between may have saved these, so their versions must change
-        for cell, contents in zip(layout.cells, seen.contents, strict=True):
-            wanted = now.get(id(cell.place), contents)
-            if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
-                cell.put(wanted)
-        after = layout.stamps()
-        for number, copy in copies.items():
-            tensor = layout.tensors[number]
-            if not _alike(tensor, copy):
-                tensor.data = copy
-                continue
-            is_read = tensor.is_cpu and not layout.name(number).endswith(_OF_BATCH_NORMS)
-            if is_read and stamps[number] == after[number] and not torch.equal(tensor, copy):
-                stale.append(number)
-            tensor.data.copy_(copy)
-        for number in {*layout.written(stamps, after)}:
-            tensor = layout.tensors[number]
-            if number not in copies:
-                lost.append(layout.name(number))
-            elif after[number] != stamps[number]:
-                unsafe_set_version_counter((tensor,), (stamps[number],))
-        for number in stale:
-            unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + 1,))
-        return lost
 
     def changed_cells(self, seen: Seen | HeldSnapshot) -> list[tuple[Cell, Any]]:
         """Return the cells that have changed since ``seen`` was made, with their earlier contents."""
@@ -284,15 +219,22 @@ class HeldState:
 
 
 class PutBack:
-    """The context of a recomputation; see :meth:`HeldState.put_back`. A class, because a generator would be slower."""
+    """The context of a recomputation: the state is that of the first run, and is restored afterwards.
+
+    A class, because a generator would be slower.
+
+    Raises:
+        RuntimeError: state that was not copied has begun to change; or the recomputation has written to state that the
+            first run has not written to.
+    """
 
     __slots__ = ("_copies", "_generators", "_held", "_now", "_seen", "_stamps", "_state")
 
     def __init__(self, held: HeldState, seen: Seen) -> None:
         self._held = held
         self._seen = seen
-        self._now: dict[int, Any] = {}
-        self._copies: dict[int, torch.Tensor] = {}
+        self._now: dict[int, Any] = {}  # contents of cells that differ from ``seen``, by ``id(cell.place)``
+        self._copies: dict[int, torch.Tensor] = {}  # of present tensors, by their number in the layout
         self._generators: list[Any] = []
         self._state: HeldSnapshot | None = None  # the present state, if nothing has to be put back
 
@@ -324,7 +266,7 @@ class PutBack:
         for generator, its_state in zip(layout.generators, seen.generators, strict=True):
             generator.set_state(its_state)
         for cell, contents in changed:
-            cell.put(_with_new_histories(contents))
+            cell.put(_exchanged(contents, lambda x: without_history(x.tensor) if type(x) is _Past else x))
         for number, copy in seen.copies.items():
             layout.tensors[number].data.copy_(copy)  # autograd must not count this as a change: versions are set below
         for number in written:
@@ -334,16 +276,48 @@ class PutBack:
         held, seen, state = self._held, self._seen, self._state
         names: list[str] = []
         if state is None:
-            names = held.restore(seen, self._now, self._stamps, self._copies)
+            names = self._restore()
             for generator, its_state in zip(seen.layout.generators, self._generators, strict=True):
                 generator.set_state(its_state)
         elif kind is None and held.look() is not state:
-            names = held.restore(seen, {}, self._stamps, {})
+            names = self._restore()
         if kind is not None:
             return
         if names:
             raise RuntimeError(_NOT_THE_SAME.format(names[0]))
-        held.refuse_rewritten(seen)
+        # Memory that the recomputation has read may have been changed without autograd's knowledge.
+        if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
+            held.written.update(map(seen.layout.identity, lost))
+            raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
+
+    def _restore(self) -> list[str]:
+        """Restore the state from just before the recomputation. Return the names of state that cannot be restored."""
+        stamps, copies, layout = self._stamps, self._copies, self._seen.layout
+        lost = []
+        stale = []  # graphs made in between may have saved these, so their versions must change
+        for cell, contents in zip(layout.cells, self._seen.contents, strict=True):
+            wanted = self._now.get(id(cell.place), contents)
+            if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
+                cell.put(wanted)
+        after = layout.stamps()
+        for number, copy in copies.items():
+            tensor = layout.tensors[number]
+            if not _alike(tensor, copy):
+                tensor.data = copy
+                continue
+            is_read = tensor.is_cpu and not layout.name(number).endswith(_OF_BATCH_NORMS)
+            if is_read and stamps[number] == after[number] and not torch.equal(tensor, copy):
+                stale.append(number)
+            tensor.data.copy_(copy)
+        for number in {*layout.written(stamps, after)}:
+            tensor = layout.tensors[number]
+            if number not in copies:
+                lost.append(layout.name(number))
+            elif after[number] != stamps[number]:
+                unsafe_set_version_counter((tensor,), (stamps[number],))
+        for number in stale:
+            unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + 1,))
+        return lost
 
 
 def _differ_plainly(state: HeldSnapshot) -> bool:
@@ -383,12 +357,8 @@ class _Past(NamedTuple):
     tensor: torch.Tensor
 
 
-def _without_histories(contents: Any) -> Any:
-    return _exchanged(contents, lambda x: _Past(x.detach()) if _has_history(x) else x)
-
-
-def _with_new_histories(contents: Any) -> Any:
-    return _exchanged(contents, lambda x: without_history(x.tensor) if type(x) is _Past else x)
+def _without_history(value: Any) -> Any:
+    return _Past(value.detach()) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _exchanged(contents: Any, exchange: Any) -> Any:
@@ -403,10 +373,6 @@ def _exchanged(contents: Any, exchange: Any) -> Any:
     return contents if all(map(is_, contents, found)) else found
 
 
-def _has_history(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
@@ -414,18 +380,11 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _differing(seen: Seen) -> set[int]:
     """Return the numbers of the copied tensors in host memory whose contents differ now."""
     tensors = seen.layout.tensors
-    return {n for n, copy in seen.copies.items() if tensors[n].is_cpu and not _equal(tensors[n], copy)}
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _alike(one, other) and torch.equal(one, other)
+    here = [(n, tensors[n], copy) for n, copy in seen.copies.items() if tensors[n].is_cpu]
+    return {n for n, tensor, copy in here if not (_alike(tensor, copy) and torch.equal(tensor, copy))}
 
 
 def _drawn(seen: Seen) -> list[Any]:
     """Return the random number generators that are in another state now."""
-    both = zip(seen.layout.generators, seen.generators, strict=True)
-    return [one for one, state in both if not _are_equal_states(one.get_state(), state)]
-
-
-def _are_equal_states(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    both = [(one, one.get_state(), state) for one, state in zip(seen.layout.generators, seen.generators, strict=True)]
+    return [one for one, a, b in both if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)]

@@ -14,7 +14,7 @@ or that was not copied, the graph is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,12 +36,11 @@ from pymoe.pipe.execution.graph import (
     StageValue,
     boundaries_of,
     flatten_value,
-    is_fixed,
     receive,
     receive_value,
     total,
 )
-from pymoe.pipe.execution.held_state import HeldState, Seen
+from pymoe.pipe.execution.held_state import HeldState, PutBack, Seen
 from pymoe.pipe.execution.shared_layers import Turns, note_put_back
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.schedules.schedule import Action, Kind
@@ -96,7 +95,9 @@ class Activation(GradAccumulator):
                 for output in self._call(self._stream(), self._micro_batch, arguments)
             ]
         graph, about = Graph(self._stream(), device), self._micro_batch
-        if recompute is not None and recompute.is_useful(received):
+        if recompute is not None and not recompute.trains:  # without a graph, recomputing would save no memory
+            recompute = recompute if any(leaf.accumulator is not None for leaf in boundaries_of(received)) else None
+        if recompute is not None:
             about, arguments = about.in_run(checkpointing=True), graph.begin(received)
             with recompute.lock:
                 before = recompute.before(received)
@@ -104,7 +105,7 @@ class Activation(GradAccumulator):
                 self._recomputation = recompute.after(received, before)
             if self._recomputation is not None:
                 graph.close()
-                sent = [flatten_value(output, self._cut_off) for output in outputs]
+                sent = [flatten_value(output, self.cross) for output in outputs]
                 graph.refuse_hidden_tensors(sent)
                 return sent
         else:
@@ -167,13 +168,6 @@ class Activation(GradAccumulator):
         finally:
             contexts.micro_batch, streams.stream = outer, outer_stream
 
-    def _cut_off(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return the boundary tensor for a tensor that the stage sends, without the tensor's graph."""
-        self.grads.append(None)
-        if not tensor.requires_grad:
-            return BoundaryTensor(tensor)
-        return BoundaryTensor(tensor.detach(), self, len(self.grads) - 1, is_fixed(tensor))
-
     def _recompute(self, again: bool) -> Graph:
         """Make the graph by running the forward again. ``again``: the forward will be recomputed once more later."""
         graph = Graph(self._stream(), self._stage.device)
@@ -193,7 +187,7 @@ class Activation(GradAccumulator):
         with stage.lock:
             note_put_back(stage.held, seen)  # before the earlier state is restored
             try:
-                with stage.held.put_back(seen):
+                with PutBack(stage.held, seen):
                     graph.end(self._call(graph.stream, about, graph.begin(received)), self)
             finally:
                 note_put_back(stage.held, seen)  # again, for steps that have begun since
@@ -221,16 +215,12 @@ class StageRecompute:
         """The turns of the stages that share state with this one; None: it shares nothing. The engine sets it."""
         self.held = HeldState(("", module) for module in modules)
         self._modules = modules
-        self._trains = False
+        self.trains = False
         self._edited: set[int] = set()  # inputs that were changed in place, and are therefore copied
 
     def begin_step(self) -> None:
         """Begin a step; parameters may have been frozen or replaced since the last one."""
-        self._trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
-
-    def is_useful(self, received: Sequence[StageValue]) -> bool:
-        """Return whether the forward can make a graph; without a graph, recomputing would save no memory."""
-        return self._trains or any(leaf.accumulator is not None for leaf in boundaries_of(received))
+        self.trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -278,9 +268,7 @@ class Recomputation:
         seen: Seen,
         edited: dict[int, BoundaryTensor],
     ) -> None:
-        """Keep the inputs. ``edited`` maps the id of each input that the forward changes to its copy from before the
-        first run.
-        """
+        """Keep the inputs. ``edited``: copies of those that the first run changes, by the inputs' ids."""
         self.stage = stage
         self.seen = seen
         self._edited = list(edited.values())
@@ -322,8 +310,7 @@ class StepInputs(GradAccumulator):
             return BoundaryTensor(tensor)
         self.tensors.append(tensor)
         self._versions.append(tensor._version)
-        self.grads.append(None)
-        return BoundaryTensor(tensor.detach(), self, len(self.tensors) - 1, is_fixed(tensor))
+        return super().cross(tensor)
 
     def edited(self) -> list[torch.Tensor]:
         """Return the tensors that have been changed in place since the pipeline took them."""
@@ -357,7 +344,7 @@ class StepState:
         """
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.recompute = recompute
         self.around = around
         self._recomputed = recomputed
@@ -399,7 +386,10 @@ class StepState:
                 self._forward(stage + 1, micro_batch)
             return
         if self._loss_weights is not None and stage == self._last and kind is not Kind.BACKWARD_WEIGHT:
-            self._backward_loss(micro_batch)
+            of_loss = self._activations[stage + 1]
+            activation, of_loss[micro_batch] = of_loss[micro_batch], None
+            assert activation is not None
+            activation.backward(self._sums[stage + 1])
         activation = self._activations[stage][micro_batch]
         assert activation is not None
         if kind is BACKWARD:
@@ -413,7 +403,7 @@ class StepState:
             self._activations[stage][micro_batch] = None
 
     def _forward(self, number: int, index: int) -> None:
-        stages, here, uses = self._pipeline.stages, self._values[index], self._uses
+        stages, here, uses = self.pipeline.stages, self._values[index], self._uses
         stage = stages[number]
         received = [*map(here.__getitem__, stage.inputs)]
         count, last = len(self._weights), self._last
@@ -441,7 +431,7 @@ class StepState:
         if is_loss:
             self._take_loss(index, sent[0].leaves[0])
             self.readings[index] = sent[1].leaves[0]
-        for source, value in zip(self._pipeline.made[number], sent, strict=False):
+        for source, value in zip(self.pipeline.made[number], sent, strict=False):
             if uses[source]:
                 here[source] = value
 
@@ -462,16 +452,6 @@ class StepState:
             grad = self._loss_grads[kind] = torch.full_like(tensor, weight)
         loss.accumulator.add_gradient(loss.number, grad)
 
-    def _backward_loss(self, index: int) -> None:
-        activations = self._activations[self._last + 1]
-        activation, activations[index] = activations[index], None
-        assert activation is not None
-        activation.backward(self._sums[self._last + 1])
-
-    def functions(self) -> list[Callable[..., Sequence[object]]]:
-        """Return the functions of the stages."""
-        return [stage.function for stage in self._pipeline.stages]
-
     def losses(self) -> torch.Tensor:
         """Return (micro-batches,): the losses."""
         return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
@@ -483,7 +463,7 @@ class StepState:
             RuntimeError: a later stage has changed an output in place that needs gradients.
         """
         values, self._values = self._values, []
-        outputs = [[here[source] for source in self._pipeline.outputs] for here in values]
+        outputs = [[here[source] for source in self.pipeline.outputs] for here in values]
         for leaf in [leaf for row in outputs for leaf in boundaries_of(row)]:
             if leaf.accumulator is not None:
                 receive(leaf, None)
@@ -497,13 +477,13 @@ class StepState:
     @property
     def is_on_host(self) -> bool:
         """Return whether the graphs of this mini-batch run without autograd's own threads, which serve devices."""
-        tensors = [*self.inputs.tensors, *(p for s in self._pipeline.stages for m in s.modules for p in m.parameters())]
+        tensors = [*self.inputs.tensors, *(p for s in self.pipeline.stages for m in s.modules for p in m.parameters())]
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 
     def begin_backward(self, keep: bool) -> None:
         """Begin a backward pass through all stages. ``keep``: there will be another backward pass."""
         self._keep = keep
-        self._sums = [LeafSums() for _ in self._pipeline.stages]
+        self._sums = [LeafSums() for _ in self.pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
