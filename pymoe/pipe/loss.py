@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pymoe._torch_private import FakeTensor, pytree
+from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.context import is_recomputing, micro_batch
-from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
-from pymoe.pipe.python_values import value_in_cell
+from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, has_no_value, read_loss
+from pymoe.pipe.python_values import held_by
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
 
 LossFunction = Callable[..., torch.Tensor]
@@ -175,11 +175,7 @@ def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroB
 def _padding(leaf: Any) -> int:
     if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.is_floating_point() or leaf.is_complex():
         return 0
-    return 0 if _has_no_numbers(leaf) else int((leaf == PADDING).sum())
-
-
-def _has_no_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return 0 if has_no_value(leaf) else int((leaf == PADDING).sum())
 
 
 def weigh(
@@ -281,7 +277,7 @@ def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any
 
 def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any:
     """Return the sum of the weights of the targets that are not ``ignore_index``."""
-    if not isinstance(target, torch.Tensor) or target.is_floating_point() or _has_no_numbers(target):
+    if not isinstance(target, torch.Tensor) or target.is_floating_point() or has_no_value(target):
         return len(target)  # targets are probabilities, which are never ignored
     kept = target != ignore_index
     if weight is None:
@@ -332,9 +328,7 @@ def _held(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[st
         if value.__module__ and value.__module__.partition(".")[0] == "torch":
             return
         code = frozenset(_names(value.__code__))
-        cells = [value_in_cell(cell, None) for cell in value.__closure__ or ()]
-        named = [value.__globals__[name] for name in code if name in value.__globals__]
-        held = [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        held = [*held_by(value), *[value.__globals__[name] for name in code if name in value.__globals__]]
         if (wrapped := getattr(value, "__wrapped__", None)) is not None:
             held.append(wrapped)
         yield from ((one, code) for one in held)

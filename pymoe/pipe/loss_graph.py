@@ -157,7 +157,8 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
         is_sum = reduction == SUM and (label is None or label.kind is not ValueKind.CONSTANT)
         is_own_sum = label is not None and label.is_sum and len(totals) < len(inner)
         if is_sum or is_own_sum:
-            if not any([one.is_quotient or _is_zero(one.value) for one in divisors]):
+            values = [value for value, *_ in divisors if not (isinstance(value, torch.Tensor) and has_no_value(value))]
+            if not any([one.is_quotient for one in divisors]) and 0.0 not in map(float, values):
                 (reading.sums if is_sum else reading.own_sums).append(node.name())
             divisors += (Divisor(1.0, counts_rows=True),)
         elif kind == "Mean" and (count := _saved(node, "self_sym_numel")) != 1:
@@ -231,15 +232,12 @@ def _constant(value: Any) -> float | torch.Tensor:
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.detach()
-    return value.clone() if value.numel() == 1 or _has_no_value(value) else value.to(torch.float64).mean()
+    return value.clone() if value.numel() == 1 or has_no_value(value) else value.to(torch.float64).mean()
 
 
-def _has_no_value(value: torch.Tensor) -> bool:
+def has_no_value(value: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape, but no numbers."""
     return value.is_meta or isinstance(value, FakeTensor)
-
-
-def _is_zero(value: float | torch.Tensor) -> bool:
-    return not (isinstance(value, torch.Tensor) and _has_no_value(value)) and float(value) == 0.0
 
 
 def _is_scalar(node: Node) -> bool:
@@ -287,7 +285,7 @@ def _numbers(reading: LossReading) -> list[_Number]:
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
         for value, exponent, *_ in divisors:
-            if isinstance(value, torch.Tensor) and _has_no_value(value):
+            if isinstance(value, torch.Tensor) and has_no_value(value):
                 continue
             number = float(value)
             product = product * number if exponent == 1 else product / number if number else inf
@@ -301,14 +299,12 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
     """Raise ValueError unless the losses of micro-batches with these numbers of rows can be means over rows."""
     for reading, count in zip(readings, rows, strict=True):
         are_rows = all([_has_rows(shape, count) for shape in reading.shapes])
-        sums = [
-            *[f"{_name(one)} with reduction='sum'" for one in reading.sums],
-            *map(_name, reading.own_sums * are_rows),
-        ]
-        if sums:
+        sums = [(name, " with reduction='sum'") for name in reading.sums]
+        sums += [(name, "") for name in reading.own_sums * are_rows]
+        for name, how in sums:
             raise ValueError(
-                f"{words.who}: the loss is a sum ({sums[0]}), and is taken for a mean over rows: {words.of_sums}, or "
-                "divide it by the number of rows"
+                f"{words.who}: the loss is a sum ({name.partition('Backward')[0]}{how}), and is taken for a mean over "
+                f"rows: {words.of_sums}, or divide it by the number of rows"
             )
         if reading.is_weighted:
             raise ValueError(_not_over_rows("divides by what a fused cross entropy does not tell", rows, words))
@@ -340,10 +336,6 @@ def _has_rows(shape: tuple[int, ...], count: int) -> bool:
 
 def _equal(one: float, other: float, exact: float) -> bool:
     return one == other or abs(one - other) <= exact * max(abs(one), abs(other))
-
-
-def _name(kind: str) -> str:
-    return kind.partition("Backward")[0]
 
 
 def _not_over_rows(what: str, rows: Sequence[int], words: Words) -> str:

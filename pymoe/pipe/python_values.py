@@ -1,4 +1,5 @@
-"""Reads Python values whose reading can fail (cells of closures, slots), and recognises numpy arrays.
+"""Reads Python values whose reading can fail (cells of closures, slots), and recognises numpy arrays, random number
+generators, and code of Python and of packages.
 
 Two walks over values and everything in them use this module. A capture's walk (``capture/contents.py``) compares values
 of any class by contents, at any depth, to notice that a graph has become invalid. A stage's walk
@@ -9,8 +10,12 @@ can put back.
 from __future__ import annotations
 
 import enum
+import pickle
+import random
 import sys
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
 
 
 class _Missing(enum.Enum):
@@ -29,6 +34,13 @@ def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
         return missing
 
 
+def held_by(function: FunctionType) -> list[Any]:
+    """Return the values in a function's closure and its defaults."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # a cell that super() uses
+    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
 def value_in_slot(slot: Any, value: Any) -> Any:
     """Return the value of an object's slot, given as a member of its class; ``MISSING`` if nothing was assigned."""
     try:
@@ -41,3 +53,33 @@ def is_numpy_array(value: Any) -> bool:
     """Return whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+class ForeignGenerator(NamedTuple):
+    """A random number generator of Python or numpy, with the methods of torch's."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+
+
+def foreign_generator(value: Any) -> ForeignGenerator | None:
+    """Return a random number generator of Python or numpy with torch's methods; None for other values."""
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        return ForeignGenerator(
+            lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
+        )
+    bits = value.bit_generator if isinstance(value, numpy_random.Generator) else value
+    if not isinstance(bits, numpy_random.BitGenerator):
+        return None
+    return ForeignGenerator(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+
+
+def is_installed(module: str) -> bool:
+    """Return whether the Python module of this name is of Python, torch, numpy or pymoe: its code does not change."""
+    package = module.partition(".")[0]
+    return package in sys.stdlib_module_names or package in ("builtins", "torch", "numpy", "pymoe")

@@ -17,13 +17,14 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pymoe.pipe.capture.errors import is_users_file
-from pymoe.pipe.python_values import MISSING, value_in_cell, value_in_slot
+from pymoe.pipe.python_values import MISSING, is_installed, value_in_cell, value_in_slot
 
 CONSTANTS = (
     *(int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...)),
@@ -89,20 +90,15 @@ _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.util
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
 
-def is_users_class(kind: type) -> bool:
-    """Return whether a class is the user's: neither from a package nor from Python itself."""
-    home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-    return is_users_file(home) or kind.__module__ == "__main__"
-
-
 def is_users_object(value: Any) -> bool:
     """Return whether a value is an object with attributes whose class is the user's."""
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") or isinstance(value, _NO_OBJECTS):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict) and (
-        kind is types.SimpleNamespace or is_users_class(kind)
-    )
+    if not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
+    return kind is types.SimpleNamespace or is_users_file(home) or kind.__module__ == "__main__"
 
 
 _NO_OBJECTS = (
@@ -127,7 +123,6 @@ _holders: weakref.WeakKeyDictionary[type, Holder] = weakref.WeakKeyDictionary()
 
 
 def contents(value: Any) -> list[Any]:
-    """Return the objects that a value holds."""
     if isinstance(value, CONSTANTS) and not isinstance(value, enum.Enum):
         return []
     read = holder_of(value).read
@@ -212,9 +207,7 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return a :class:`Holder` for objects of a class in C: it reads the state that ``pickle`` would save, if there is
-    one.
-    """
+    """Return a :class:`Holder` for objects of a class in C, of the state that ``pickle`` would save, if any."""
     try:
         _bytes_of(value)
     except Exception:
@@ -229,14 +222,9 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether a class is assumed not to change, so that its attributes are not read. This holds for the classes
-    of Python, torch, numpy and pymoe.
-    """
+    """Return whether a class is of Python, torch, numpy or pymoe: assumed not to change, and not read."""
     home: Any = kind.__module__
-    if not isinstance(home, str):  # for a metaclass in C, ``home`` is a descriptor
-        return True
-    package = home.partition(".")[0]
-    return package in sys.stdlib_module_names or package in ("torch", "numpy", "pymoe", "builtins")
+    return not isinstance(home, str) or is_installed(home)  # for a metaclass in C, ``home`` is a descriptor
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
@@ -255,22 +243,6 @@ def _of_class(value: type) -> list[Any]:
     return [*_class_attributes(value).values(), *value.__bases__, *metaclass]
 
 
-def _names_of_class(value: type) -> list[str]:
-    return [f".{name}" for name in _class_attributes(value)]
-
-
-def _glance_at_class(value: type) -> list[Any]:
-    attributes = vars(value)
-    return [*attributes, *attributes.values(), value.__mro__]
-
-
-def _of_function(function: Any) -> list[Any]:
-    """Return the values that a function holds; none for functions of packages, which are assumed not to change."""
-    if not is_users_file(function.__code__.co_filename):
-        return []
-    return _glance_at_function(function)
-
-
 def _glance_at_function(function: Any) -> list[Any]:
     return [
         *(function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__),
@@ -278,30 +250,8 @@ def _glance_at_function(function: Any) -> list[Any]:
     ]
 
 
-def _names_of_function(function: Any) -> list[str]:
-    return [
-        ".__code__",
-        ".__defaults__",
-        ".__kwdefaults__",
-        ".",
-        *[f".{name}" for name in function.__code__.co_freevars],
-    ]
-
-
-def _state_of_code(code: types.CodeType) -> tuple[Any, ...]:
-    return (
-        *(code.co_code, code.co_names, code.co_varnames, code.co_freevars),
-        *(code.co_filename, code.co_firstlineno, code.co_name),
-    )
-
-
 def _of_builtin(function: Any) -> list[Any]:
     return [] if isinstance(function.__self__, (types.ModuleType, type(None))) else [function.__self__]
-
-
-def _of_generator(generator: Any) -> list[Any]:
-    frame = generator.gi_frame
-    return [] if frame is None else list(frame.f_locals.values())
 
 
 def _of_dict(value: Any) -> list[Any]:
@@ -311,10 +261,6 @@ def _of_dict(value: Any) -> list[Any]:
 def _of_ordered(value: Any) -> list[Any]:
     keys = [*collections.OrderedDict.keys(value)]
     return keys + [dict.__getitem__(value, key) for key in keys]
-
-
-def _of_mapping(value: Any) -> list[Any]:
-    return [*value.keys(), *value.values()]
 
 
 def _names_of_mapping(value: Any) -> list[str]:
@@ -327,14 +273,6 @@ def _attributes_of(*names: str) -> Callable[[Any], list[Any]]:
 
 def _numbered(value: Any) -> list[str]:
     return [f"[{number}]" for number in range(len(value))]
-
-
-def _of_variable(variable: Any) -> list[Any]:
-    return [variable.get(MISSING)]
-
-
-def _of_proxy(proxy: Any) -> list[Any]:
-    return [proxy.__repr__.__self__]
 
 
 _CONTAINERS: dict[type, Holder] = {
@@ -362,7 +300,9 @@ counts.
 """
 
 _VIEWS: dict[type, Holder] = {
-    types.MappingProxyType: Holder(_of_mapping, names=_names_of_mapping, is_plain=True),
+    types.MappingProxyType: Holder(
+        lambda value: [*value.keys(), *value.values()], names=_names_of_mapping, is_plain=True
+    ),
     **dict.fromkeys(
         [type({}.keys()), type({}.values()), type({}.items())], Holder(lambda value: [value.mapping], is_plain=True)
     ),
@@ -375,19 +315,31 @@ _ARRAY = Holder(
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),
     is_plain=True,
 )
-_FUNCTION = Holder(_of_function, names=_names_of_function, by_identity=True, is_plain=True, glance=_glance_at_function)
+_OF_FUNCTION = (".__code__", ".__defaults__", ".__kwdefaults__", ".")
+_FUNCTION = Holder(
+    # Functions of packages are assumed not to change.
+    lambda one: _glance_at_function(one) if is_users_file(one.__code__.co_filename) else [],
+    names=lambda one: [*_OF_FUNCTION, *[f".{name}" for name in one.__code__.co_freevars]],
+    by_identity=True,
+    is_plain=True,
+    glance=_glance_at_function,
+)
+_OF_CODE = attrgetter(
+    *["co_code", "co_names", "co_varnames", "co_freevars", "co_filename", "co_firstlineno", "co_name"]
+)
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (
         type,
         Holder(
-            *(_of_class, lambda value: tuple(_class_attributes(value)), _names_of_class),
+            *(_of_class, lambda value: tuple(_class_attributes(value))),
+            lambda value: [f".{name}" for name in _class_attributes(value)],
             by_identity=True,
-            glance=_glance_at_class,
+            glance=lambda value: [*vars(value), *vars(value).values(), value.__mro__],
         ),
     ),
     (types.FunctionType, _FUNCTION),
-    (types.CodeType, Holder(lambda value: list(value.co_consts), _state_of_code, is_fixed=True)),
+    (types.CodeType, Holder(lambda value: list(value.co_consts), _OF_CODE, is_fixed=True)),
     (types.CellType, Holder(lambda cell: [value_in_cell(cell)], names=lambda value: [""], is_plain=True)),
     (
         types.MethodType,
@@ -409,9 +361,18 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     (type(functools.lru_cache(lambda: None)), Holder(_attributes_of("__wrapped__"), by_identity=True, is_fixed=True)),
     (property, Holder(_attributes_of("fget"), by_identity=True, is_fixed=True)),
     ((staticmethod, classmethod), Holder(_attributes_of("__func__"), by_identity=True, is_fixed=True)),
-    (weakref.ProxyTypes, Holder(_of_proxy)),
-    (contextvars.ContextVar, Holder(_of_variable, names=lambda value: [".get()"], by_identity=True, is_plain=True)),
-    (types.GeneratorType, Holder(_of_generator, lambda value: value.gi_frame and value.gi_frame.f_lasti)),
+    (weakref.ProxyTypes, Holder(lambda proxy: [proxy.__repr__.__self__])),
+    (
+        contextvars.ContextVar,
+        Holder(lambda one: [one.get(MISSING)], names=lambda one: [".get()"], by_identity=True, is_plain=True),
+    ),
+    (
+        types.GeneratorType,
+        Holder(
+            lambda value: list(value.gi_frame.f_locals.values()) if value.gi_frame else [],
+            lambda value: value.gi_frame and value.gi_frame.f_lasti,
+        ),
+    ),
     (torch.Tensor, Holder(_attributes_of("__dict__"), names=lambda value: ["."], by_identity=True)),
     (pathlib.PurePath, Holder(state=str, is_fixed=True)),
     (ctypes.c_int.__mro__[2], Holder(state=bytes)),

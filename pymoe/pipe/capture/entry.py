@@ -24,6 +24,7 @@ from pymoe.pipe.capture.external_values import MODULES_OWN, ExternalValue, Exter
 from pymoe.pipe.capture.guards import Answers, ReadRecorder
 from pymoe.pipe.capture.opaque import COMPUTED_TYPES, Computed, OpaqueCalls, RealModule, refusing_lost_calls
 from pymoe.pipe.capture.snapshots import Changes, Snapshots, attributes_restored
+from pymoe.pipe.python_values import foreign_generator
 
 MODEL = "model"
 """The name of the model in the module that ``torch.export`` gets."""
@@ -108,9 +109,7 @@ class ModelRun:
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self) -> dict[str, list[str]]:
-        """Return the names of the attributes that the run has changed, by the qualified name of their module. Buffers
-        and attributes of torch's own layers are left out.
-        """
+        """Return the attributes that the run has changed, by module, except buffers and those of torch's layers."""
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
             if (path := _users_module(name, self.model)) is not None:
@@ -188,9 +187,7 @@ class Stopped(BaseException):
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:
-    """Return the qualified name of the module that has the attribute ``name``. Return None for a buffer, and for an
-    attribute of torch's own layers.
-    """
+    """Return the name of the module with the attribute ``name``; None for buffers and torch's own layers."""
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
@@ -214,40 +211,18 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 # Side effects of the model's code.
 
 
-class _WatchedPlace:
-    """A random generator, or a value outside of the model, whose state is recorded when this object is made.
-
-    Args:
-        words: what a change means, as a phrase that follows "it" in messages.
-        watch: returns a function that returns the name of what has changed since the call of ``watch``, or None.
-        restorer: returns a function that restores the present state.
-    """
-
-    def __init__(
-        self, words: str, watch: Callable[[], Callable[[], str | None]], restorer: Callable[[], Callable[[], None]]
-    ) -> None:
-        self._words = words
-        self._watch, self._restorer = watch, restorer
-        self._change, self._restore = watch(), restorer()
-
-    def again(self) -> _WatchedPlace:
-        return _WatchedPlace(self._words, self._watch, self._restorer)
-
-    def words(self) -> str | None:
-        """Return a phrase for the change since this object was made; None if nothing has changed."""
-        name = self._change()
-        return None if name is None else self._words.format(name)
-
-    def undo(self) -> None:
-        if self._change() is not None:
-            self._restore()
+_Watched = tuple[Callable[[], str | None], Callable[[], object]]
+"""Watches a random generator, or a value outside of the model: a function that returns a phrase for a change, which
+follows "it" in messages, or None; and a function that restores the state.
+"""
 
 
 class SideEffects:
     """Watches random generators, and values outside of the model, from the time when it is made."""
 
     def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
-        self._watched: list[_WatchedPlace] = []
+        self._watches: list[Callable[[], _Watched]] = []  # each begins to watch something
+        self._watched: list[_Watched] = []
         self._add_generator("draws random numbers from Python's `random`", random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -258,50 +233,50 @@ class SideEffects:
             value = place.value(None)
             self.add_object(place.label, value)
             if not isinstance(value, (nn.Module, torch.Tensor)):
-                words = "changes {!r}, which is not a tensor of the model"
-                self._watched.append(_WatchedPlace(words, partial(_watched, place, own), place.restorer))
+                self._add(partial(_watch_value, place, own))
 
     def add_object(self, name: str, value: Any) -> None:
         """Watch ``value`` if it is a random generator of the user's own."""
-        words = f"draws random numbers from {name}"
-        if isinstance(value, random.Random):
-            self._add_generator(words, value.getstate, value.setstate)
-        elif type(value).__module__.startswith("numpy.random"):
-            if hasattr(value, "bit_generator"):
-                bits = value.bit_generator
-                self._add_generator(words, lambda: bits.state, lambda state: setattr(bits, "state", state))
-            elif hasattr(value, "get_state"):
-                self._add_generator(words, value.get_state, value.set_state)
+        if (generator := foreign_generator(value)) is not None:
+            self._add_generator(f"draws random numbers from {name}", *generator)
 
     def words(self) -> list[str]:
-        """Return a phrase, which follows "it" in messages, for everything that has changed."""
-        return [words for watched in self._watched if (words := watched.words()) is not None]
+        """Return a phrase for everything that has changed."""
+        return [words for change, _ in self._watched if (words := change()) is not None]
 
     def undo(self) -> None:
-        """Restore the values that have changed."""
-        for watched in self._watched:
-            watched.undo()
+        _undo(self._watched)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
         """Undo the block's side effects without reporting them."""
-        before = [watched.again() for watched in self._watched]
+        before = [watch() for watch in self._watches]
         try:
             yield
         finally:
-            for watched in before:
-                watched.undo()
+            _undo(before)
 
-    def _add_generator(self, words: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        def watch() -> Callable[[], str | None]:
+    def _add_generator(self, words: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        def watch() -> _Watched:
             before = pickle.dumps(get())
-            return lambda: None if pickle.dumps(get()) == before else ""
+            return lambda: None if pickle.dumps(get()) == before else words, partial(put, get())
 
-        self._watched.append(_WatchedPlace(words, watch, lambda: partial(put, get())))
+        self._add(watch)
+
+    def _add(self, watch: Callable[[], _Watched]) -> None:
+        self._watches.append(watch)
+        self._watched.append(watch())
 
 
-def _watched(place: ExternalValue, own: Collection[int]) -> Callable[[], str | None]:
-    return Snapshots([(place.label, place.value, "{}")], own, is_strict=False).change
+def _undo(watched: Sequence[_Watched]) -> None:
+    for change, restore in watched:
+        if change() is not None:
+            restore()
+
+
+def _watch_value(place: ExternalValue, own: Collection[int]) -> _Watched:
+    words = "changes {!r}, which is not a tensor of the model"
+    return Snapshots([(place.label, place.value, words)], own, is_strict=False).change, place.restorer()
 
 
 def _torch_state() -> bytes:

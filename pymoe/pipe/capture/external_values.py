@@ -15,7 +15,7 @@ import itertools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -47,7 +47,6 @@ class ExternalValue(NamedTuple):
         return functools.partial(self.where.get, self.key)
 
     def assign(self, value: Any) -> None:
-        """Replace the present value by ``value``."""
         if self.key is None:
             self.where.cell_contents = value
         elif isinstance(self.where, Attributes):
@@ -87,15 +86,12 @@ def users_hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the forward hooks of a module, except for those of torch and of split points."""
     for kind in FORWARD_HOOKS:
         for hook in module.__dict__[kind].values():
-            if not is_boundary(hook) and not _module_of(hook).startswith("torch."):
+            function = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
+            if not is_boundary(hook) and not named.__module__.startswith("torch."):
                 yield hook
-
-
-def _module_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
-    return str(named.__module__)
 
 
 class ExternalValues:
@@ -191,7 +187,6 @@ class ExternalValues:
                 self._method(method)
 
     def _function(self, function: Any) -> None:
-        """Search a function, and the values that its code names."""
         while isinstance(function, (functools.partial, functools.partialmethod)):
             self._search([function.args, function.keywords])
             function = function.func
@@ -225,7 +220,9 @@ class ExternalValues:
         for number, step in enumerate(steps):
             name = str(step.argval)
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-                self._name(name, variables, _attributes_after(steps, number))
+                if name in variables or not hasattr(builtins, name):
+                    after = itertools.takewhile(lambda step: step.opname in _TAKES_ATTRIBUTE[:2], steps[number + 1 :])
+                    self._taken(ExternalValue(name, variables, name), [str(step.argval) for step in after])
             elif step.opname == "IMPORT_NAME":
                 self._import(name, steps[number - 2 : number], variables, steps[number + 1 :])
             elif step.opname in _TAKES_ATTRIBUTE:
@@ -246,12 +243,6 @@ class ExternalValues:
             self._taken(ExternalValue(text, {text: module}, text), [])
         with contextlib.suppress(SyntaxError, ValueError):
             self._code(compile(text, "<text>", "exec"), variables)
-
-    def _name(self, name: str, variables: dict[str, Any], taken: list[str]) -> None:
-        """Search a global variable from which the code reads the chain of attributes ``taken``."""
-        if name not in variables and hasattr(builtins, name):
-            return
-        self._taken(ExternalValue(name, variables, name), taken)
 
     def _import(
         self, name: str, arguments: list[dis.Instruction], variables: dict[str, Any], after: list[dis.Instruction]
@@ -317,12 +308,6 @@ _LOOK_UP = frozenset(("eval", "exec", "globals", "import_module", "__import__", 
 _NO_STEPS = ("EXTENDED_ARG", "CACHE", "PUSH_NULL", "NOP", "NOT_TAKEN")
 _TAKES_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_STORE_FAST")
-
-
-def _attributes_after(steps: Sequence[dis.Instruction], number: int) -> list[str]:
-    """Return the chain of attributes that the code reads from the value that a bytecode step loads."""
-    after = itertools.takewhile(lambda step: step.opname in _TAKES_ATTRIBUTE[:2], steps[number + 1 :])
-    return [str(step.argval) for step in after]
 
 
 def _is_pythons(module: str) -> bool:

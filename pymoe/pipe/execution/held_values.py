@@ -17,9 +17,6 @@ import enum
 import functools
 import itertools
 import operator
-import pickle
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -43,7 +40,7 @@ from pymoe._runtime import memory_fingerprints
 from pymoe.autograd.graph_nodes import version_of
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import memory_of
-from pymoe.pipe.python_values import is_numpy_array, value_in_cell, value_in_slot
+from pymoe.pipe.python_values import foreign_generator, held_by, is_installed, is_numpy_array, value_in_slot
 
 SMALL_BYTES = 1 << 16
 """Tensors up to this size, except parameters, are copied before every forward that may run again."""
@@ -55,7 +52,6 @@ PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, t
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 # Hooks are not part of the state of a forward, so they are not followed.
 _NOT_FOLLOWED = {*vars(nn.Module())} - _REGISTRIES - {"training"}
-_OTHERS_CODE = {"torch", "numpy", "pymoe", *sys.stdlib_module_names} - {"__main__"}
 _METHODS = (FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType)
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
@@ -109,13 +105,6 @@ class Cell(NamedTuple):
         (place.extend if isinstance(place, (list, deque)) else place.update)(contents)
 
 
-class ForeignGenerator(NamedTuple):
-    """A random number generator of Python or numpy, with the methods of torch's."""
-
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], object]
-
-
 Found = Iterator[tuple[Any, str, bool]]
 """Values still to visit: each with its name, and whether it belongs to an object that is not a module."""
 
@@ -162,9 +151,7 @@ class HeldLayout:
         self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
 
     def _visit(self, value: Any, name: str, foreign: bool) -> Found:
-        """Record ``value`` in this layout, and yield the values that it holds, which are to be visited next.
-        ``foreign``: whether it belongs to an object that is not a module.
-        """
+        """Record ``value``, and yield what it holds. ``foreign``: it belongs to an object that is not a module."""
         if isinstance(value, torch.Tensor):
             if value.grad_fn is None and not nn.parameter.is_lazy(value):
                 self.shareable["memory of", memory_of(value)] = name, value
@@ -191,7 +178,7 @@ class HeldLayout:
             yield from self._visit_function(value, name)
         elif isinstance(value, type):
             yield from self._visit_class(value)
-        elif (source := _random_of(value)) is not None:
+        elif (source := value if isinstance(value, torch.Generator) else foreign_generator(value)) is not None:
             self.generators.append(source)
             self._originals[id(source)] = value
             self.names[id(source)] = name
@@ -274,12 +261,12 @@ class HeldLayout:
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
         """Yield the values that a function holds; if the code is not the user's, only functions."""
-        held = _held_by(value)
-        if value.__globals__.get("__name__", "").partition(".")[0] in _OTHERS_CODE:
+        held = held_by(value)
+        if is_installed(value.__globals__.get("__name__", "")):
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
             return
         if held:
-            yield from self._visit_view(lambda: _held_by(value), name)
+            yield from self._visit_view(lambda: held_by(value), name)
         self._found[id(vars(value))] = vars(value)
         yield from self._visit_container(vars(value), name, True)
 
@@ -379,13 +366,7 @@ class HeldLayout:
 
 
 def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _OTHERS_CODE
-
-
-def _held_by(function: FunctionType) -> list[Any]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # a cell that super() uses
-    return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return not is_installed(kind.__module__)
 
 
 def _may_hold(value: Any) -> bool:
@@ -394,26 +375,7 @@ def _may_hold(value: Any) -> bool:
     """
     if not isinstance(value, FunctionType):
         return isinstance(value, (MethodType, functools.partial))
-    return bool(vars(value)) or not all([isinstance(one, (*PLAIN, type)) for one in _held_by(value)])
-
-
-def _random_of(value: Any) -> Any:
-    """Return a random number generator with torch's methods; None for other values."""
-    if isinstance(value, torch.Generator):
-        return value
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return None
-    if isinstance(value, numpy_random.RandomState):
-        return ForeignGenerator(
-            lambda: pickle.dumps(value.get_state(legacy=False)), lambda state: value.set_state(pickle.loads(state))
-        )
-    bits = value.bit_generator if isinstance(value, numpy_random.Generator) else value
-    if not isinstance(bits, numpy_random.BitGenerator):
-        return None
-    return ForeignGenerator(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
+    return bool(vars(value)) or not all([isinstance(one, (*PLAIN, type)) for one in held_by(value)])
 
 
 def _as_tensor(array: Any) -> torch.Tensor | None:
