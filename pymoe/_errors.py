@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, from Python 3.11 on; an older one has no notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and message of an exception in one line, or only its type if printing the message fails."""
     try:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pymoe._errors import add_note
 from pymoe._torch_private import pytree
 from pymoe.pipe.skip import Key, tracking
 from pymoe.pipe.stages import split
@@ -289,8 +290,7 @@ def _naming(where: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(where)
+        add_note(error, where)
         raise
 
 

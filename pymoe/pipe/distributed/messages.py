@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pymoe._errors import add_note
 from pymoe._torch_private import pytree
 from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageValue, boundaries_of, memory_of, receive
 
@@ -350,7 +351,12 @@ class Transport:
                 del inbox[other]
             if later := {other.step for other in inbox if other.step > key.step}:  # so none of this step can follow
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
-            message = self._next(peer)
+            if self._readers:  # a thread receives it
+                if not self._readers[peer].pending:
+                    self.expect(peer, 1)
+                message = self._readers[peer].get()
+            else:
+                message = self._take(peer)
             inbox[message.key] = message
         return inbox.pop(key)
 
@@ -361,14 +367,6 @@ class Transport:
             arrival()
         while self._sender is not None and self._sender.pending:
             self._sender.get()
-
-    def _next(self, peer: int) -> Message:
-        """Return the next message of a rank, received by a thread if there is one."""
-        if not self._readers:
-            return self._take(peer)
-        if not self._readers[peer].pending:
-            self.expect(peer, 1)
-        return self._readers[peer].get()
 
     def _take(self, peer: int) -> Message:
         """Wait for the next message of a rank, and return it."""
@@ -427,9 +425,8 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
     try:
         work.wait()
     except RuntimeError as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            what = "a message" if sent is None else f"the arrival of {sent}"
-            error.add_note(f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
+        what = "a message" if sent is None else f"the arrival of {sent}"
+        add_note(error, f"pymoe.pipe: while waiting for {what}; the other rank was {peer}")
         raise
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pymoe._common.checks import usable_device
+from pymoe._errors import add_note
 from pymoe._torch_private import PipelineStageBase, pytree
 from pymoe.autograd.isolated_graph import graphs_are_made
 from pymoe.pipe.distributed.rank import Rank, RankStep, rank_of_pipe
@@ -192,9 +193,8 @@ class RankStage(PipelineStageBase):
             detector.at(phase, self.stage_index, micro_batch)
             return function(*args)
         except BaseException as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                of = "" if micro_batch < 0 else f" of micro-batch {micro_batch}"
-                error.add_note(f"pymoe.pipe: rank {self._rank.rank}, stage {self.stage_index}, {phase}{of}")
+            of = "" if micro_batch < 0 else f" of micro-batch {micro_batch}"
+            add_note(error, f"pymoe.pipe: rank {self._rank.rank}, stage {self.stage_index}, {phase}{of}")
             instead = detector.fail(error)
             if instead is None:
                 raise

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pymoe._errors import describe_error
+from pymoe._errors import add_note, describe_error
 from pymoe._runtime import Future, Profiled, WorkerPool
 from pymoe._torch_private import profiler_enabled
 from pymoe.autograd import random_streams
@@ -253,8 +253,8 @@ class PlanRun:
                 note = _place(action)
             else:
                 note = f"{_place(action)} failed, too: {describe_error(error)}"
-            if action is not None and hasattr(self._error, "add_note"):  # Python 3.11
-                self._error.add_note(note)
+            if action is not None:
+                add_note(self._error, note)
         if self._stop is not None:
             self._stop()
 
