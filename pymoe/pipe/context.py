@@ -105,9 +105,7 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def in_pipeline(stream: RandomStream) -> Iterator[None]:
-    """Within the block, count this thread among those that run a pipeline. Between actions, it draws random numbers
-    from ``stream``.
-    """
+    """In the block, count this thread as running a pipeline; between actions it draws from ``stream``."""
     streams = random_streams.this_thread
     outer, outer_stream = this_thread.micro_batch, streams.stream
     count_threads(1)

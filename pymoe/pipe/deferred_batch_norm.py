@@ -155,8 +155,9 @@ class DeferredBatchNorm(BatchNormBase):
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, state, *rest = reduced
         state = {name: value for name, value in state.items() if name != "_unfinished"}
-        if (converted := _converted_from(type(self))) is not None:  # pickle cannot find the class by its name
-            make, arguments = _make, (converted,)
+        base: Any = type(self).__bases__[0]
+        if type(self) is not DeferredBatchNorm and _deferred(base) is type(self):  # pickle cannot find it by its name
+            make, arguments = _make, (base,)
         return make, arguments, state, *rest
 
 
@@ -165,11 +166,6 @@ def _deferred(cls: Any) -> type[DeferredBatchNorm]:
     """Return the class of batch norms that derives from ``cls`` and :class:`DeferredBatchNorm`."""
     own = {"__module__": __name__, "__doc__": DeferredBatchNorm.__doc__}
     return type(f"Deferred{cls.__name__}", (cls, DeferredBatchNorm), own)
-
-
-def _converted_from(cls: type) -> type[BatchNormBase] | None:
-    base: Any = cls.__bases__[0]
-    return base if cls is not DeferredBatchNorm and _deferred(base) is cls else None
 
 
 def _make(cls: Any) -> DeferredBatchNorm:

@@ -625,36 +625,25 @@ def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | N
         rows_are_few: whether there are fewer rows than the requested micro-batches.
         model: the model, whose own hooks a step does not call; None: a step calls them.
     """
-    for message in (_no_overlap(schedule, rows_are_few), _no_hooks(model)):
-        if message:
-            warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stack_level())
-
-
-def _no_overlap(schedule: Schedule, rows_are_few: bool) -> str | None:
-    stages = schedule.stages
+    stages, messages = schedule.stages, []
     if stages == 1:
-        return (
+        messages.append(
             "the pipe has one stage, so nothing runs at the same time: cut the model into more, by balance=[...] with "
             "the number of layers of each stage, or by more split points"
         )
-    if schedule.workers == 1:
-        return (
+    elif schedule.workers == 1:
+        messages.append(
             f"the schedule {schedule.name!r} has one worker run all {stages} stages, so nothing runs at the same time: "
             "cut the model into more stages than a worker has, or take schedule='1f1b'"
         )
-    if schedule.micro_batches == 1:
-        return (
-            f"there is one micro-batch, so {stages} stages wait for each other: "
-            + ("give it more rows" if rows_are_few else "give the pipe, or the step, chunks=")
-            + ("" if rows_are_few else f"{4 * stages}, say: several for each stage")
+    elif schedule.micro_batches == 1:
+        chunks = f"give the pipe, or the step, chunks={4 * stages}, say: several for each stage"
+        remedy = "give it more rows" if rows_are_few else chunks
+        messages.append(f"there is one micro-batch, so {stages} stages wait for each other: {remedy}")
+    if model is not None and any(model.__dict__[kind] for kind in CALL_HOOKS):
+        messages.append(
+            "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches "
+            "alone: register them on its layers, or call the pipe, pipe(x)"
         )
-    return None
-
-
-def _no_hooks(model: nn.Module | None) -> str | None:
-    if model is None or not any(model.__dict__[kind] for kind in CALL_HOOKS):
-        return None
-    return (
-        "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches alone: "
-        "register them on its layers, or call the pipe, pipe(x)"
-    )
+    for message in messages:
+        warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stack_level())

@@ -36,7 +36,6 @@ class LayersAsStages(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the stages and edges of the layers that the model has now."""
         if self._made is None or self._structure.has_changed():
             with self._one_at_a_time:
                 if self._made is None or self._structure.has_changed():
@@ -47,7 +46,6 @@ class LayersAsStages(StagedModel):
         return self._made
 
     def present_parts(self) -> tuple[nn.Module, ...]:
-        """Return ``parts``, with the layers that the model has now."""
         _ = self.pipeline
         return self.parts
 
@@ -191,7 +189,6 @@ class SequentialModel(LayersAsStages):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the stages and edges of the layers that the model has now."""
         refuse_own_call(self.module)
         return super().pipeline
 
@@ -277,7 +274,6 @@ def refuse_own_call(module: nn.Sequential) -> None:
 
 
 def _run(part: nn.Module, value: Any) -> Sequence[Any]:
-    """Run the layers of a stage one after the other."""
     return [part(value)]
 
 

@@ -103,12 +103,6 @@ _lock = threading.Lock()
 _poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip that they pop
 
 
-def will_pop(name: str, module: Any) -> None:
-    """Remember, while ``module`` lives, that it pops ``name``, in the name's namespace when pops are counted."""
-    with _lock:
-        _poppers.setdefault(name, weakref.WeakSet()).add(module)
-
-
 def _count_pops(key: Key) -> int:
     """Return how many times a skip is popped in a forward pass."""
     with _lock:
@@ -236,8 +230,9 @@ class Skippable(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # is also called for copies
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
-        for name in cls.poppable_names:
-            will_pop(name, self)
+        with _lock:
+            for name in cls.poppable_names:  # in the namespace that the name has when pops are counted
+                _poppers.setdefault(name, weakref.WeakSet()).add(self)
         return self
 
     def __repr__(self) -> str:

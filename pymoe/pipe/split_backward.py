@@ -248,10 +248,6 @@ def _saved_tensors(node: Any) -> list[Any]:
     return found
 
 
-def _drop(saved: Any) -> None:
-    return None
-
-
 def free_saved_tensors(nodes: Iterable[Node]) -> None:
     """Free the saved tensors of nodes that never run again."""
     for node in nodes:
@@ -261,7 +257,7 @@ def free_saved_tensors(nodes: Iterable[Node]) -> None:
         for saved in _saved_tensors(node):
             if saved.unpack_hook is None:
                 try:
-                    saved.register_hooks(_drop, _drop)
+                    saved.register_hooks(lambda _: None, lambda _: None)
                 except RuntimeError:  # this node saves nothing
                     continue
 

@@ -76,9 +76,7 @@ class Arguments:
                 )
 
     def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``. Its tensors take dtype and ``requires_grad`` from the leaves of
-        another ``call``, if these are tensors or describe tensors.
-        """
+        """Return an example call, ``(args, kwargs)``, with dtypes and ``requires_grad`` of tensors as in ``call``."""
         leaves = []
         for leaf, other in zip(self.examples, call or self.examples, strict=True):
             if isinstance(leaf, Like):
@@ -246,7 +244,12 @@ class InputChecks:
         later: list[tuple[Any, int, str]] = []
         for number, (name, example, value) in enumerate(zip(arguments.names, arguments.examples, values, strict=True)):
             if not isinstance(example, Like):
-                _check_constant(name, example, value)
+                # Frozen values distinguish the two zeros, and NaN equals NaN.
+                if value is not example and freeze(value) != freeze(example):
+                    raise ValueError(
+                        f"{name}: expected {example!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
+                        "tensors are constants of the capture"
+                    )
                 continue
             _check_kind(name, example, value)
             for dim, (size, expected) in enumerate(zip(value.shape, self.sizes[number], strict=True)):
@@ -325,14 +328,6 @@ def sizes_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in sizes)
 
 
-def _check_constant(name: str, expected: Any, value: Any) -> None:
-    if value is not expected and freeze(value) != freeze(expected):  # distinguishes the two zeros, and NaN equals NaN
-        raise ValueError(
-            f"{name}: expected {expected!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
-            "tensors are constants of the capture"
-        )
-
-
 def _evaluate(expression: Any, numbers: dict[Any, int]) -> Any:
     """Return the value of an expression, or None if it has symbols that no argument defines."""
     value = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
@@ -371,15 +366,18 @@ class _ShapeGuards(list[Any]):
         """
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``evaluate``, torch's test of a condition on sizes, wrapped to record the tests that the model's code
-        makes.
-        """
+        """Return torch's test of a condition on sizes, wrapped to record the tests of the model's code."""
+        import sympy  # type: ignore[import-not-found, import-untyped]
 
         def listener(node: Any, *more: Any, **named: Any) -> Any:
             expression, answer = node.expr, evaluate(node, *more, **named)
             frame = sys._getframe(1)
             if _is_asked_by_model(frame):
-                self.answers.append((_as_answered(expression, answer), _users_line(frame)))
+                if not isinstance(answer, bool) and answer not in (sympy.true, sympy.false):
+                    expression = sympy.Eq(expression, answer)
+                elif not answer:
+                    expression = sympy.Not(expression)
+                self.answers.append((expression, _users_line(frame)))
             return answer
 
         return listener
@@ -411,14 +409,6 @@ def _is_asked_by_model(frame: FrameType | None) -> bool:
         return False
     file = frame.f_code.co_filename
     return not file.startswith(_TORCH) or file.startswith(_LAYERS)
-
-
-def _as_answered(expression: Any, answer: Any) -> Any:
-    import sympy  # type: ignore[import-not-found, import-untyped]
-
-    if isinstance(answer, bool) or answer in (sympy.true, sympy.false):
-        return expression if answer else sympy.Not(expression)
-    return sympy.Eq(expression, answer)
 
 
 def conditions_asked(environment: Any) -> list[tuple[Any, str]]:

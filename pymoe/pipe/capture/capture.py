@@ -87,7 +87,10 @@ def capture(
             continue
         changes = run.users_changes()
         if not changes and not run.side_effects:
-            return captured_graph(program, run, _guards(program, run))
+            builder, guards = _Builder(program, run), _guards(program, run)
+            graph = _on_model(builder.build(), model, builder.constants)
+            assert run.spec is not None
+            return Captured(graph, arguments, builder.input_checks(), run.spec, model.training, guards)
         if run.side_effects or "" in changes or changes.keys() & (opened | closed):
             raise _refusal(new_run(finds_line=True), ways[-1], run.side_effects, changes)
         closed |= changes.keys()
@@ -252,9 +255,7 @@ class Captured:
 
 
 class Region:
-    """The target of a node for a block without gradients or in autocast: runs the block's graph in that state. Returns
-    a list.
-    """
+    """The target of a node for a block without gradients or in autocast: runs its graph so. Returns a list."""
 
     def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
         self.__name__ = name
@@ -288,21 +289,6 @@ def opaque_modules(graph: fx.Graph) -> list[OpaqueModule]:
     return [node.target for node in all_nodes(graph) if isinstance(node.target, OpaqueModule)]
 
 
-def captured_graph(program: Any, run: ModelRun, guards: Callable[[nn.Module], Guards]) -> Captured:
-    """Return the captured model, made from the exported program of ``run``."""
-    builder = _Builder(program, run)
-    graph = builder.build()
-    assert run.spec is not None
-    return Captured(
-        graph=_on_model(graph, run.model, builder.constants),
-        arguments=run.arguments,
-        input_checks=builder.input_checks(),
-        out_spec=run.spec,
-        training=run.model.training,
-        guards=guards,
-    )
-
-
 class _Builder:
     def __init__(self, program: Any, run: ModelRun) -> None:
         self._program = program
@@ -334,7 +320,11 @@ class _Builder:
                 self._copies[exported] = placeholder
         for node, spec in inputs:
             if spec.kind.name != "USER_INPUT" and node.users:
-                self._copies[node] = self._state_node(node, spec)
+                target = self._target(spec)
+                if target not in self._state:
+                    self._state[target] = self._graph.get_attr(target)
+                    self._state[target].meta["val"] = node.meta.get("val")
+                self._copies[node] = self._state[target]
         for node in self._source.graph.nodes:
             if node.op == "output":
                 values: Any = fx.map_arg(node.args[0], self._copies.__getitem__)
@@ -383,13 +373,6 @@ class _Builder:
                     if str(symbol) in by_symbol and any(name.endswith(source) for name in names):
                         found[number, dim] = by_symbol[str(symbol)]
         return found
-
-    def _state_node(self, node: fx.Node, spec: Any) -> fx.Node:
-        target = self._target(spec)
-        if target not in self._state:
-            self._state[target] = self._graph.get_attr(target)
-            self._state[target].meta["val"] = node.meta.get("val")
-        return self._state[target]
 
     def _target(self, spec: Any) -> str:
         name = spec.target.removeprefix(f"{MODEL}.")

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -55,8 +54,10 @@ def capture_error(error: BaseException, place: str | None = None) -> CaptureErro
     """Return ``error`` as a CaptureError with the line of code, the reason and the alternatives. ``place``: the line,
     as :func:`describe_line` formats it; None: the innermost line of the user's code in the traceback.
     """
-    place = place or _users_line(error.__traceback__)
-    where = "" if place is None else f": {place}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    if not place and (lines := [frame for frame in frames if frame.lineno]):
+        place = describe_line(lines[-1].filename, lines[-1].lineno or 0, lines[-1].name)
+    where = f": {place}" if place else ""
     return CaptureError(f"the model cannot be captured{where}\nReason: {_reason(error)}.\n{_ALTERNATIVES}")
 
 
@@ -83,12 +84,6 @@ def _reason(error: BaseException) -> str:
         if any(word in name or word in text for word in words):
             return f"{reason} ({said})"
     return said
-
-
-def _users_line(trace: TracebackType | None) -> str | None:
-    """Describe the innermost line that does not belong to a library."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename) and frame.lineno]
-    return describe_line(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else None
 
 
 def describe_line(file: str, line: int, function: str) -> str:

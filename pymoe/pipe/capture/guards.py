@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -114,8 +115,7 @@ class TakenValues:
         return result
 
 
-def bytes_of(tensor: Tensor) -> bytes:
-    """Return the elements of a tensor as bytes."""
+def bytes_of(tensor: Tensor, missing: Any = None) -> bytes:
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
         return bytes(flat.view(torch.uint8).numpy())
@@ -213,6 +213,14 @@ _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
 }
 """Functions of torch that report the caller's state, and the arguments with which the model's code may call them."""
 
+_WHY_NO_SEED = (
+    "it calls torch.{}, but micro-batches and stages have random streams of their own, whose seed and state a graph "
+    "does not have"
+)
+_WHY_NO_ENTROPY = (
+    "it draws random numbers from the operating system, or seeds a generator with them: draw them from torch, or give "
+    "the generator a seed"
+)
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
 _ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
 """Functions that take random numbers from the operating system, and whether they do so only without a seed."""
@@ -291,12 +299,12 @@ class ReadRecorder:
         for name in _QUESTIONS:
             home, _, last = f"torch.{name}".rpartition(".")
             replaced.append((sys.modules[home], last, self._question(name, attrgetter(name)(torch))))
-        replaced += [(home, name, self._seed(name, getattr(home, name))) for home in _HOMES for name in _SEEDS]
-        replaced += [
-            (home, name, self._entropy(getattr(home, name), takes_seed)) for home, name, takes_seed in _ENTROPY
-        ]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            replaced.append((numpy.random, "default_rng", self._entropy(numpy.random.default_rng, True)))
+        owner: Any
+        for owner, name in product(_HOMES, _SEEDS):
+            replaced.append((owner, name, self._refused(getattr(owner, name), _WHY_NO_SEED.format(name))))
+        numpy: Any = sys.modules.get("numpy")
+        for owner, name, seeded in [*_ENTROPY, *([(numpy.random, "default_rng", True)] if numpy else [])]:
+            replaced.append((owner, name, self._refused(getattr(owner, name), _WHY_NO_ENTROPY, seeded, _OF_ENTROPY)))
         by_function = {id(getattr(home, name)): function for home, name, function in replaced}
         with ExitStack() as stack:
             for place in functions:
@@ -398,25 +406,15 @@ class ReadRecorder:
 
         return answer
 
-    def _entropy(self, function: Callable[..., Any], takes_seed: bool) -> Callable[..., Any]:
+    def _refused(
+        self, function: Callable[..., Any], why: str, takes_seed: bool = False, passed_over: tuple[str, ...] = ()
+    ) -> Callable[..., Any]:
+        """Return a function that the model's code may not call, or not without a seed."""
+
         def refuse(*args: Any, **kwargs: Any) -> Any:
             given = [one for one in (*args, *kwargs.values()) if one is not None and not isinstance(one, random.Random)]
-            if not (takes_seed and given) and self._is_model_asking(_OF_ENTROPY):
-                raise CaptureError(
-                    "it draws random numbers from the operating system, or seeds a generator with them: draw them from "
-                    "torch, or give the generator a seed"
-                )
-            return function(*args, **kwargs)
-
-        return refuse
-
-    def _seed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if self._is_model_asking():
-                raise CaptureError(
-                    f"it calls torch.{name}, but micro-batches and stages have random streams of their own, whose seed "
-                    "and state a graph does not have"
-                )
+            if not (takes_seed and given) and self._is_model_asking(passed_over):
+                raise CaptureError(why)
             return function(*args, **kwargs)
 
         return refuse
@@ -476,7 +474,10 @@ class Guards:
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
         """Describe what has changed since the capture; None: nothing. ``leaves``: the leaves of a call."""
         if self._expected is None:
-            self._expected = self._expect(self._questions(), self._snapshots_kept())
+            places = self._places()  # in a copy, the present values are the copy's own
+            kept = [self._tokens.get(about) or [] for about in places]
+            snapshots = Snapshots(list(places.values()), self._own(), kept)
+            self._expected = self._expect(self._questions(), snapshots)
         expected = self._expected
         for about, question, answer in expected.answers:
             if question() != answer:
@@ -525,20 +526,12 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without recorded values that cannot be copied. If there are any such values, the
-        copy's check fails and the model is captured again.
-        """
+        """Return the state for a copy, without values that cannot be copied: then the copy captures again."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
         }
         return {**self.__dict__, "_expected": None, "_tokens": kept}
-
-    def _snapshots_kept(self) -> Snapshots:
-        """Return the recorded values, each at its present place; in a copy, this is in the copy's model."""
-        places = self._places()
-        kept = [self._tokens.get(about) for about in places]
-        return Snapshots(list(places.values()), self._own(), [[] if tokens is None else tokens for tokens in kept])
 
     def _own(self) -> frozenset[int]:
         return frozenset(map(id, self._model.modules()))
@@ -547,6 +540,10 @@ class Guards:
         """Return the places of the values that the code may have read, by the subject of the assumption."""
         found: dict[_About, Place] = {}
         values = []
+
+        def attribute_of(tensors: dict[str, Tensor | None], name: str, attribute: str, missing: Any) -> Any:
+            return getattr(tensors.get(name), "__dict__", {}).get(attribute, missing)
+
         for path, name in self._reads.attributes:
             if (module := self._modules.get(path)) is None:
                 continue
@@ -563,12 +560,12 @@ class Guards:
             if (module := self._modules.get(path)) is not None:
                 for attribute in attributes:
                     label = f"{_qualified(path, name)}.{attribute}"
-                    found[label, path] = label, partial(_attribute_of, module.__dict__[sort], name, attribute), "{!r}"
+                    found[label, path] = label, partial(attribute_of, module.__dict__[sort], name, attribute), "{!r}"
         for place in ExternalValues(self._model, self._opaque, values).places:
             found[place.label, None] = place.label, place.value, "{!r} outside of the model"
         for number, tensor in enumerate(self._reads.values.tensors.values()):
             name = next(filter(None, (name_within(*place[:2], tensor) for place in found.values())), "a tensor")
-            found[f"{name} {number}", Tensor] = name, partial(_bytes_at, tensor), "the value of {!r}"
+            found[f"{name} {number}", Tensor] = name, partial(bytes_of, tensor), "the value of {!r}"
         return found
 
     def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
@@ -593,14 +590,16 @@ class Guards:
     def _questions(self) -> dict[_About, Callable[[], Any]]:
         """Return functions that read the rest of the present state that must not change, by subject."""
         found: dict[_About, Callable[[], Any]] = {
-            ("the mode of a module", None): self._modes_now,
+            ("the mode of a module", None): lambda: [module.training for module in self._modules.values()],
             ("the class of a module", None): self._classes_now,
         }
         for name, args in self._reads.ambient:
             found[f"torch.{name}()", args] = partial(ask, name, args)
         found["torch's default dtype or device", None] = lambda: (torch.get_default_dtype(), torch.get_default_device())
         if self._reads.gradients:
-            found["whether a parameter requires gradients", None] = self._gradients_now
+            found["whether a parameter requires gradients", None] = lambda: [
+                value.requires_grad for value in self._tensors() if value is not None
+            ]
         if self._reads.dtypes:
             found["the dtype of a parameter or buffer", None] = self._dtypes_now
         return found
@@ -626,9 +625,6 @@ class Guards:
         for _, dictionary in self._state_dictionaries():
             yield from dictionary.values()
 
-    def _modes_now(self) -> list[bool]:
-        return [module.training for module in self._modules.values()]
-
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
         return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names, as copies cannot keep every class
@@ -640,9 +636,6 @@ class Guards:
         )
         first: dict[int, int] = {}
         return [None if value is None else first.setdefault(id(value), n) for n, value in enumerate(everything)]
-
-    def _gradients_now(self) -> list[bool]:
-        return [value.requires_grad for value in self._tensors() if value is not None]
 
     def _dtypes_now(self) -> list[torch.dtype | None]:
         return [None if value is None else value.dtype for value in self._tensors()]
@@ -659,14 +652,6 @@ class _Expected(NamedTuple):
     """Dictionaries of parameters and buffers, and their lengths."""
     state: list[list[Any]]
     snapshots: Snapshots
-
-
-def _bytes_at(tensor: Tensor, missing: Any) -> bytes:
-    return bytes_of(tensor)
-
-
-def _attribute_of(tensors: dict[str, Tensor | None], name: str, attribute: str, missing: Any) -> Any:
-    return getattr(tensors.get(name), "__dict__", {}).get(attribute, missing)
 
 
 def _can_be_copied(tokens: Tokens | None) -> bool:

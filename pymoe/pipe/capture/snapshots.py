@@ -226,7 +226,10 @@ def freeze(
             state = None if holder.state is None else holder.state(value)
             if watch is not None:
                 watch.add(value, holder, held, state)
-            tokens.append((Same(value) if holder.by_identity else _importable(kind), len(held), state))
+            # ``pickle`` does not find some classes of Python, as of code objects.
+            is_found = kind.__module__ != "builtins" or hasattr(builtins, kind.__name__)
+            of_kind = Same(value) if holder.by_identity else kind if is_found else kind.__name__
+            tokens.append((of_kind, len(held), state))
             if len(held) >= _MANY and set(map(type, held)) <= SCALARS:
                 tokens[-1] = *tokens[-1], marshal.dumps(held, 2)
                 continue
@@ -239,11 +242,6 @@ def freeze(
         if names is not None:
             _name_held(names, names[number], suffixes, len(held))
     return tokens
-
-
-def _importable(kind: type) -> type | str:
-    """Return a class, or its name if ``pickle`` cannot find it, as for code objects."""
-    return kind.__name__ if kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__) else kind
 
 
 def _scalar(value: Any) -> tuple[Any, ...]:

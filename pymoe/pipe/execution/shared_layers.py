@@ -143,9 +143,7 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether a step assumes, until forwards have run, that they do not write to a value. True for parameters
-    and torch's own layers.
-    """
+    """Return whether forwards are first assumed to read a value alone: parameters, and torch's own layers."""
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(
             buffer is not None for buffer in root._buffers.values()

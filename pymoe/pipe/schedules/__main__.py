@@ -52,9 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the record of the simulated schedule ``name``. If all schedules are requested, options that this one does
-    not have are left out.
-    """
+    """Return the simulated schedule ``name``; if all are requested, without options that this one lacks."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

@@ -80,9 +80,7 @@ class Record:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Return, for every worker, the maximum number of activations that it holds at once. :func:`live_counts`
-        defines when an activation is held.
-        """
+        """Return the most activations that each worker holds at once, as :func:`live_counts` counts them."""
         return tuple(peak_live(span.action for span in order) for order in self.spans)
 
     @cached_property

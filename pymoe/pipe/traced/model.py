@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -85,12 +85,10 @@ class TracedModel(StagedModel):
 
     @property
     def loss(self) -> int | None:
-        """Return which of the pipeline's outputs is the loss."""
         return self._now.loss
 
     @property
     def has_loss(self) -> bool:
-        """Return whether the user has said where the loss is."""
         return self.loss_spec is not None
 
     def micro_batches(
@@ -104,20 +102,17 @@ class TracedModel(StagedModel):
         return made
 
     def flatten_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of the arguments."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._now.input_checks.check(leaves)
         return leaves
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
-        """Return the model's output."""
         variant = self._now
         computed = iter(values)
         leaves = [next(computed) if leaf is Computed else leaf for leaf in variant.leaves]
         return pytree.tree_unflatten(leaves, variant.out_spec)
 
     def code(self, stage: int) -> str:
-        """Return the graph of a stage as Python code, for the model's present state."""
         return self.parts[stage].code(self._choose().number)
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
@@ -128,22 +123,18 @@ class TracedModel(StagedModel):
                 self._choose_another(leaves)
                 self.present_parts()
         if self._now.structure is not self._structure:
-            with self._one_at_a_time:
-                self._now = self._variants[self._now.number] = self._renewed(self._now)
+            with self._one_at_a_time:  # new stages run the present modules
+                now = self._now
+                pipeline = replace(now.pipeline, stages=self._stages(now.number, now.pipeline.stages))
+                made = replace(now, pipeline=pipeline, structure=self._structure)
+                self._now = self._variants[now.number] = made
         return self._now
 
     def present_parts(self) -> tuple[nn.Module, ...]:
-        """Return the modules of the stages, with the model's present parameters and layers."""
         if self._structure.has_changed():
             self._structure.refuse_edited_stages()
             self._populate()
         return self.parts
-
-    def _renewed(self, variant: _Variant) -> _Variant:
-        """Return the capture with new stages, which run the present modules of ``parts``."""
-        before = variant.pipeline
-        stages = self._stages(variant.number, before.stages)
-        return replace(variant, pipeline=Pipeline(stages, before.inputs, before.outputs), structure=self._structure)
 
     def _stages(self, number: int, cut: Sequence[Stage | StageGraph]) -> tuple[Stage, ...]:
         """Return the stages of capture ``number``: the present modules, with inputs and outputs as in ``cut``."""
@@ -307,10 +298,18 @@ class Trace:
         module = marked(module, spec) if spec else module
         captured = capture(module, args, kwargs, dynamic_shapes=self.dynamic_shapes, opaque=self.opaque)
         split_regions(captured.graph.graph)
-        if spec:
-            _check_calls(captured.graph, spec)
+        if spec:  # a split point at a module that is never called would make no boundary
+            stacks = [node.meta.get("nn_module_stack", {}) for node in all_nodes(captured.graph.graph)]
+            called = {path for stack in stacks for path, _ in stack.values()}
+            for name in spec:
+                if name and name not in called:
+                    raise ValueError(f"split_spec: the model's forward does not call {name!r}")
         if self._chosen is not None:
-            _mark_again(captured.graph.graph, self._chosen)
+            nodes = compute_nodes(captured.graph.graph)
+            node_of = dict(zip(_keys(nodes), nodes, strict=True))
+            for keys in self._chosen:
+                if node := next((node_of[key] for key in keys if key in node_of), None):
+                    mark(captured.graph.graph, node)
         elif self.split_policy is not None:
             self._wanted = getattr(self.split_policy, "stages", None)
             changed = self.split_policy(captured.graph)
@@ -338,14 +337,6 @@ class Trace:
         )
 
 
-def _check_calls(graph: fx.GraphModule, spec: Mapping[str, SplitPoint]) -> None:
-    """Refuse split points at modules that are never called, because they would make no boundary."""
-    called = {path for node in all_nodes(graph.graph) for path, _ in node.meta.get("nn_module_stack", {}).values()}
-    for name in spec:
-        if name and name not in called:
-            raise ValueError(f"split_spec: the model's forward does not call {name!r}")
-
-
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
     """Return names of nodes that other modes share: module, operator, and the count of earlier such pairs."""
     seen: Counter[tuple[str, str]] = Counter()
@@ -371,34 +362,9 @@ def _boundaries(graph: fx.Graph) -> list[list[Key]]:
     return found
 
 
-def _mark_again(graph: fx.Graph, boundaries: Sequence[Sequence[Key]]) -> None:
-    nodes = compute_nodes(graph)
-    node_of = dict(zip(_keys(nodes), nodes, strict=True))
-    for keys in boundaries:
-        node = next((node_of[key] for key in keys if key in node_of), None)
-        if node is not None:
-            mark(graph, node)
-
-
 # The modules of stages.
 
 _KINDS = ("_parameters", "_buffers")
-
-
-class _Taken(NamedTuple):
-    """A parameter or buffer that the stage holds in one place and the model in another."""
-
-    where: nn.Module
-    kind: str
-    name: str
-    owner: nn.Module
-
-
-class _Made(NamedTuple):
-    """A module that represents a module of the model."""
-
-    module: nn.Module
-    original: nn.Module
 
 
 class StageModule(nn.Module):
@@ -415,8 +381,10 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # every call takes the model's present object
-        self.made: list[_Made] = []
+        # Parameters and buffers of the model: where the stage holds them, kind, name, and where the model does. Every
+        # call takes the model's present object.
+        self._shared: list[tuple[nn.Module, str, str, nn.Module]] = []
+        self.made: list[tuple[nn.Module, nn.Module]] = []
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
@@ -438,14 +406,12 @@ class StageModule(nn.Module):
             self._compile(graph)
 
     def add(self, graph: fx.Graph, training: bool) -> None:
-        """Add the graph of one more capture."""
         self._graphs.append(self._graph_module(graph))
         if self._compile is not None:
             self._compile(self._graphs[-1])
         self._modes.append(training)
 
     def code(self, variant: int = -1) -> str:
-        """Return the graph of one capture as Python code."""
         return str(self._graphs[variant].print_readable(print_output=False))
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
@@ -474,7 +440,7 @@ class StageModule(nn.Module):
                 where.__dict__[kind][name] = original.__dict__[kind][name]
                 if name in original._non_persistent_buffers_set:
                     where._non_persistent_buffers_set.add(name)
-                self._shared.append(_Taken(where, kind, name, original))
+                self._shared.append((where, kind, name, original))
             for name, child in original._modules.items():  # in the model's order
                 if name not in below or child is None:
                     continue
@@ -483,14 +449,14 @@ class StageModule(nn.Module):
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
-                    self.made.append(_Made(holder, child))
+                    self.made.append((holder, child))
                     holder.training = child.training
                     hold(holder, child, below[name])
 
         for kind in (*_KINDS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
-        self.made = [_Made(self, model)]
+        self.made = [(self, model)]
         for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
         hold(self, model, paths)

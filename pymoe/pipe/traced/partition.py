@@ -63,11 +63,11 @@ def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.devic
 class _Partitioner:
     def __init__(self, graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None]) -> None:
         self._graph = graph
-        self._aliases = Aliases(graph)
+        self.aliases = Aliases(graph)
         self._numbers = _stage_numbers(graph)
         self._count = max(self._numbers.values(), default=0) + 1
         self._inputs = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
-        self._transmitted = state.transmitted(graph, self._numbers, self._aliases)
+        self._transmitted = state.transmitted(graph, self._numbers, self.aliases)
         self._builders = [
             _StageBuilder(number, self, devices[number] if number < len(devices) else None)
             for number in range(self._count)
@@ -90,8 +90,8 @@ class _Partitioner:
         made = self._numbers.get(node, INPUT)
         changed = [
             number
-            for writer in self._aliases.writers(node)
-            if made < (number := self._numbers[writer]) < stage and self._builders[number].has(node)
+            for writer in self.aliases.writers(node)
+            if made < (number := self._numbers[writer]) < stage and node in self._builders[number].copies
         ]
         return max(changed, default=made)
 
@@ -99,10 +99,6 @@ class _Partitioner:
         """Return the edge by which ``stage`` gets this value."""
         home = self.home(node, stage)
         return Source(INPUT, self._inputs[node]) if home == INPUT else self._builders[home].give(node)
-
-    def is_changing_buffer(self, node: fx.Node) -> bool:
-        """Return whether the value is a buffer that a stage changes, or a view of one."""
-        return self._aliases.base(node).op == "get_attr" and bool(self._aliases.writers(node))
 
 
 class _StageBuilder:
@@ -113,14 +109,11 @@ class _StageBuilder:
         self._partitioner = partitioner
         self._device = device
         self._graph = fx.Graph()
-        self._copies: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[fx.Node, Source] = {}  # nodes of the whole graph
         self._given: dict[fx.Node, int] = {}
         self._end: fx.Node | None = None  # the last placeholder
         self._state: list[str] = []
-
-    def has(self, node: fx.Node) -> bool:
-        return node in self._copies
 
     def copy(self, node: fx.Node) -> fx.Node:
         """Add a copy of the node to this stage."""
@@ -144,8 +137,9 @@ class _StageBuilder:
     def finish(self) -> StageGraph:
         given = []
         for node in self._given:
-            local = self._copies[node]
-            if self._partitioner.is_changing_buffer(node):
+            local = self.copies[node]
+            aliases = self._partitioner.aliases
+            if aliases.base(node).op == "get_attr" and aliases.writers(node):  # a buffer that stages change
                 # Other stages get the buffer's present contents, not its contents in the next micro-batch.
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
@@ -155,13 +149,13 @@ class _StageBuilder:
 
     def _add(self, node: fx.Node, made: fx.Node) -> fx.Node:
         made.meta = dict(node.meta)
-        self._copies[node] = made
+        self.copies[node] = made
         return made
 
     def _local(self, node: fx.Node) -> fx.Node:
         """Return the node's value in this stage."""
-        if node in self._copies:
-            return self._copies[node]
+        if node in self.copies:
+            return self.copies[node]
         is_home = self._partitioner.home(node, self._number) == self._number
         if node.op == "get_attr" and is_home:
             self._state.append(str(node.target))
@@ -184,11 +178,11 @@ class _StageBuilder:
         if isinstance(node.target, OpOverload) or not all(map(_is_arithmetic, sources)):
             return None
         for source in sources:
-            if source not in self._copies:
+            if source not in self.copies:
                 if (local := self._again(source)) is None:
                     return None
                 self._add(source, local)
-        args = fx.map_arg(node.args, self._copies.__getitem__)
+        args = fx.map_arg(node.args, self.copies.__getitem__)
         return self._graph.create_node(node.op, node.target, args, node.kwargs, node.name)
 
     def _same_size(self, node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -200,7 +194,7 @@ class _StageBuilder:
             value = given.meta.get("val")
             for dimension, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == wanted.node.expr:
-                    return self._copies[given], dimension
+                    return self.copies[given], dimension
         return None
 
 
@@ -472,9 +466,7 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether one stage changes the buffer and later stages read it, so that the later stages must get the
-    buffer's value from the first.
-    """
+    """Return whether one stage changes the buffer, so that later ones must get its value from that stage."""
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:
         return False  # stages that all change a buffer take turns
