@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -367,6 +367,26 @@ def _boundaries(graph: fx.Graph) -> list[list[Key]]:
 _KINDS = ("_parameters", "_buffers")
 
 
+# These two are classes, not plain tuples, because the walk over what a stage holds
+# (:mod:`pymoe.pipe.execution.held_values`) does not follow objects of pymoe: all stages would seem to share the model.
+
+
+class _Taken(NamedTuple):
+    """A parameter or buffer that the stage holds in one place and the model in another."""
+
+    where: nn.Module
+    kind: str
+    name: str
+    owner: nn.Module
+
+
+class _Made(NamedTuple):
+    """A module that represents a module of the model."""
+
+    module: nn.Module
+    original: nn.Module
+
+
 class StageModule(nn.Module):
     """A stage of a traced model. It takes and returns boundary values, by position.
 
@@ -381,10 +401,8 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        # Parameters and buffers of the model: where the stage holds them, kind, name, and where the model does. Every
-        # call takes the model's present object.
-        self._shared: list[tuple[nn.Module, str, str, nn.Module]] = []
-        self.made: list[tuple[nn.Module, nn.Module]] = []
+        self._shared: list[_Taken] = []  # every call takes the model's present object
+        self.made: list[_Made] = []
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
@@ -440,7 +458,7 @@ class StageModule(nn.Module):
                 where.__dict__[kind][name] = original.__dict__[kind][name]
                 if name in original._non_persistent_buffers_set:
                     where._non_persistent_buffers_set.add(name)
-                self._shared.append((where, kind, name, original))
+                self._shared.append(_Taken(where, kind, name, original))
             for name, child in original._modules.items():  # in the model's order
                 if name not in below or child is None:
                     continue
@@ -449,14 +467,14 @@ class StageModule(nn.Module):
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
-                    self.made.append((holder, child))
+                    self.made.append(_Made(holder, child))
                     holder.training = child.training
                     hold(holder, child, below[name])
 
         for kind in (*_KINDS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
-        self.made = [(self, model)]
+        self.made = [_Made(self, model)]
         for name, constant in constants.items():
             self.register_buffer(name, constant, persistent=False)
         hold(self, model, paths)
