@@ -300,8 +300,9 @@ class Graph:
             return
         for value in sent:
             for leaf in value.leaves:
-                tensors = () if type(leaf) in _WITHOUT_TENSORS else _tensors_inside(leaf)
-                if any(self.entry in find_leaves_and_nodes([tensor.grad_fn], None)[1] for tensor in tensors):
+                if type(leaf) not in _WITHOUT_TENSORS and any(
+                    self.entry in find_leaves_and_nodes([tensor.grad_fn], None)[1] for tensor in _tensors_inside(leaf)
+                ):
                     raise TypeError(
                         f"a stage sends a {type(leaf).__qualname__} with a tensor inside that needs gradients, which "
                         "pipes cannot find there: register the class with torch.utils._pytree.register_pytree_node "

@@ -36,6 +36,15 @@ def test_keys_of_the_state_are_the_models(kind):
     assert {name for part in pipe for name in part.state_dict()} == set(model.state_dict())
 
 
+def test_stages_that_share_no_state_take_no_turns():
+    """Each knows where the model holds its parameters; the walk over what it holds must not go from there to others."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = pipeline(model, (rows(2),), split_spec={"2": pymoe.SplitPoint.BEGINNING}, chunks=2)
+    for _ in range(2):
+        pipe.step(rows(4), loss_fn=lambda out: out.square().mean())
+        assert [stage.turns for stage in pipe._engine._states.values()] == [None] * len(pipe._engine._states)
+
+
 def test_buffers_that_are_not_persistent_stay_so():
     for kind, name in [(Tied, "positions"), (Counting, "table")]:
         model, _ = made(kind)
