@@ -13,13 +13,14 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pymoe._common.types import FORMATS, GROUP, SUPER, QuantizedWeight, packed_shape
+from pymoe._common.types import FORMATS, GROUP, RUNS, SUPER, QuantizedWeight, packed_shape
 from pymoe.integrations.transformers.mxfp4_files import NAN
 from pymoe.integrations.transformers.stored_format import Format
 from pymoe.ops import pack_weight, quantize_weight
@@ -48,12 +49,29 @@ FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Join = Callable[[list[Tensor]], Tensor]
 
 
-def format_of(types: Iterable[str]) -> Format:
-    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``."""
-    found = {KEPT.get(one, ROUNDED) for one in types}
-    if found <= {KEPT["Q4_K"], KEPT["Q8_0"]} and len(found) > 1:
-        return KEPT["Q8_0"]  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
-    return found.pop() if len(found) == 1 else ROUNDED
+def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda size: True) -> Format:
+    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``.
+
+    Args:
+        types: the types.
+        keeps_groups: returns whether each group of so many columns, from the first column on, stays together.
+    """
+    first, *others = (_formats(one) for one in types)
+    held = (one for one in first if all(one in other for other in others) and keeps_groups(_columns(one)))
+    return next(held, ROUNDED)
+
+
+def _formats(kind: str) -> list[Format]:
+    """Return the formats that hold a type, that of the fewest bits first."""
+    if kind == "Q4_K":  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
+        return [KEPT["Q4_K"], KEPT["Q8_0"]]
+    return [KEPT[kind]] if kind in KEPT else []
+
+
+def _columns(format: Format) -> int:
+    """Return how many columns of a weight share what precedes their codes in a format."""
+    number = FORMATS[format]
+    return RUNS[number][0] if number in RUNS else GROUP * SUPER if format == ("int", 4) else GROUP
 
 
 def is_held(types: Iterable[str], dtype: torch.dtype) -> bool:
@@ -65,7 +83,8 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
     """Return the packed bytes of a stacked weight, one expert after another.
 
     Args:
-        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, with rows of the same inputs.
+        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, or (N, H) of a dense layer, with rows of the
+            same inputs.
         format: from :func:`format_of` for their types.
         join: puts the rows of an expert's parts, (N, ...) each, in the order of the model.
         gguf: the package of this name.
@@ -73,11 +92,12 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
     Raises:
         ValueError: a scale or, where weights are rounded, a weight is not a finite number.
     """
-    inputs, outputs, experts = (int(size) for size in tensors[0].shape)
-    outputs *= len(tensors)
-    packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, experts), dtype=torch.uint8)
+    inputs, outputs, *stacked = (int(size) for size in tensors[0].shape)
+    experts = math.prod(stacked)
+    shape = packed_shape(FORMATS[format], outputs * len(tensors), inputs, experts)
+    packed = torch.empty(shape, dtype=torch.uint8)
     for expert in range(experts):
-        parts = [(one.tensor_type.name, one.data[expert]) for one in tensors]
+        parts = [(one.tensor_type.name, one.data.reshape(experts, outputs, -1)[expert]) for one in tensors]
         if format == ROUNDED:
             wide = [torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[name])) for name, data in parts]
             weight = quantize_weight(join(wide)[None], ROUNDED[1])
