@@ -44,6 +44,8 @@ ONES = {
     "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
 }
 """Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
+ROWS = 1024
+"""Most rows that are floating point at a time on the way to such weights."""
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the types that hold numbers one by one."""
 Join = Callable[[list[Tensor]], Tensor]
@@ -204,17 +206,21 @@ def _pack_symmetric(blocks: list[tuple[str, Tensor]], join: Join, gguf: Any) -> 
 def _symmetric(name: str, blocks: Tensor, gguf: Any) -> tuple[Tensor, Tensor]:
     """Return the codes (N, H) int8 and scales (N, H / 16) float32 for which blocks stand. Exact.
 
-    The package widens blocks whose scales are 1, and blocks whose codes are.
+    The package widens blocks whose scales are 1, and blocks whose codes are, ``ROWS`` of them at a time.
     """
     block, codes = ONES[name]
     ones = torch.tensor(list(block), dtype=torch.uint8)
-    no_scales, no_codes = ones.expand(blocks.shape).clone(), blocks.clone()
-    no_scales[..., codes], no_codes[..., codes] = blocks[..., codes], ones[codes]
-    of_codes, of_scales = (
-        torch.from_numpy(gguf.dequantize(one.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
-        for one in (no_scales, no_codes)
-    )
-    return of_codes.to(torch.int8), of_scales[:, :: GROUP // 2]
+    found = []
+    for rows in blocks.split(ROWS):
+        no_scales, no_codes = ones.expand(rows.shape).clone(), rows.clone()
+        no_scales[..., codes], no_codes[..., codes] = rows[..., codes], ones[codes]
+        of_codes, of_scales = (
+            torch.from_numpy(gguf.dequantize(one.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
+            for one in (no_scales, no_codes)
+        )
+        found.append((of_codes.to(torch.int8), of_scales[:, :: GROUP // 2].clone()))
+    all_codes, all_scales = (torch.cat(part) for part in zip(*found, strict=True))
+    return all_codes, all_scales
 
 
 _PACK: dict[Format, Callable[[list[tuple[str, Tensor]], Join, Any], QuantizedWeight]] = {

@@ -452,15 +452,15 @@ def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weigh
 def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
     """Return the order in which a process leaves the rows and columns of a matrix; None if it does anything else.
 
-    It is given zeros, which would show a sum, and numbers that say their own row or column.
+    It is given numbers that say their own row or column. Arithmetic with them leaves other ones, or turns the order of
+    columns around, in which no group stays.
     """
     places = [numpy.arange(size, dtype=numpy.int32) for size in shape]
-    zeros, *own = (numpy.broadcast_to(one, shape) for one in (numpy.int32(0), places[0][:, None], places[1]))
-    found = process(zeros, name)
-    if found is zeros:
+    given = [numpy.broadcast_to(one, shape) for one in (places[0][:, None], places[1])]
+    rows, columns = found = [process(one, name) for one in given]
+    if rows is given[0]:
         return Order()
-    rows, columns = (process(one, name) for one in own)
-    if found.any() or any(one.shape != shape for one in (found, rows, columns)):
+    if any(one.shape != shape for one in found):
         return None
     if (rows != rows[:, :1]).any() or (columns != columns[:1]).any():
         return None

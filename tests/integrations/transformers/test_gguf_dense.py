@@ -107,6 +107,26 @@ def test_a_model_with_layers_of_several_types_is_saved_and_mapped(architecture, 
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
 
 
+def test_few_rows_at_a_time_are_floating_point(tmp_path, monkeypatch):
+    """A head has a row for each token of the vocabulary, and the popular Q4_K_M has it in Q6_K."""
+    config, expected, _ = write(
+        tmp_path / "x.gguf", "qwen3moe", lambda name: "Q6_K" if name == "output.weight" else "F32", vocab_size=2500
+    )
+    rows = []
+    original = gguf.dequantize
+
+    def dequantize(data, kind):
+        rows.append(len(data) if kind.name == "Q6_K" else 0)
+        return original(data, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    model = read(tmp_path / "x.gguf", config)
+    monkeypatch.undo()
+    assert max(rows) == gguf_blocks.ROWS
+    assert sum(rows) == 2 * 2500
+    assert_holds(model, expected)
+
+
 def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     config, expected, _ = write(tmp_path / "x.gguf", "qwen3moe", "Q8_0")
     config.tie_word_embeddings = expected.config.tie_word_embeddings = True
