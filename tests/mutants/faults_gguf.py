@@ -80,14 +80,14 @@ FAULTS = [
     ),
     Fault(
         "rows of dense layers stay in the order of the file",
-        FILES,
-        "part = part if self.rows is None else part[self.rows]",
-        "pass",
+        BLOCKS,
+        "if order.rows is None else blocks[order.rows[first : first + ROWS]]",
+        "",
         (DENSE, "-k", "moved and llama and Q4_K"),
     ),
     Fault(
         "scales stay where they are while the codes of their columns are moved",
-        FILES,
+        BLOCKS,
         "return part[:, self.columns[::size] // size]",
         "return part[:, self.columns] if size == 1 else part",
         (DENSE, "-k", "moved and 32 and Q8_0"),

@@ -13,14 +13,13 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pymoe._common.types import FORMATS, GROUP, RUNS, SUPER, QuantizedWeight, packed_shape
+from pymoe._common.types import FORMATS, GROUP, RUNS, SUPER, TILE, QuantizedWeight, packed_shape
 from pymoe.integrations.transformers.mxfp4_files import NAN
 from pymoe.integrations.transformers.stored_format import Format
 from pymoe.ops import pack_weight, quantize_weight
@@ -45,10 +44,35 @@ ONES = {
 }
 """Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
 ROWS = 1024
-"""Most rows that are floating point at a time on the way to such weights."""
+"""Number of outputs of a dense layer that are packed at a time: a head has one for each token of a vocabulary."""
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the types that hold numbers one by one."""
 Join = Callable[[list[Tensor]], Tensor]
+
+
+class Order(NamedTuple):
+    """The places in a tensor of the rows and columns of a dense layer's weight; None if they are the same."""
+
+    rows: Tensor | None = None
+    """(N,) integers."""
+    columns: Tensor | None = None
+    """(H,) integers."""
+
+    def keeps_groups(self, size: int) -> bool:
+        """Return whether each ``size`` columns that share a scale stay together, in their order."""
+        if self.columns is None:
+            return True
+        groups = self.columns.view(-1, size)
+        within = torch.arange(size, device="cpu")
+        return not bool((groups[:, 0] % size).any()) and bool((groups == groups[:, :1] + within).all())
+
+    def of_columns(self, parts: list[Tensor]) -> Tensor:
+        """Return the only part, (N, groups of columns, ...), with the columns in the order of the weight."""
+        (part,) = parts
+        if self.columns is None:
+            return part
+        size = len(self.columns) // part.shape[1]
+        return part[:, self.columns[::size] // size]
 
 
 def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda size: True) -> Format:
@@ -85,8 +109,7 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
     """Return the packed bytes of a stacked weight, one expert after another.
 
     Args:
-        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, or (N, H) of a dense layer, with rows of the
-            same inputs.
+        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, with rows of the same inputs.
         format: from :func:`format_of` for their types.
         join: puts the rows of an expert's parts, (N, ...) each, in the order of the model.
         gguf: the package of this name.
@@ -94,12 +117,11 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
     Raises:
         ValueError: a scale or, where weights are rounded, a weight is not a finite number.
     """
-    inputs, outputs, *stacked = (int(size) for size in tensors[0].shape)
-    experts = math.prod(stacked)
-    shape = packed_shape(FORMATS[format], outputs * len(tensors), inputs, experts)
-    packed = torch.empty(shape, dtype=torch.uint8)
+    inputs, outputs, experts = (int(size) for size in tensors[0].shape)
+    outputs *= len(tensors)
+    packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, experts), dtype=torch.uint8)
     for expert in range(experts):
-        parts = [(one.tensor_type.name, one.data.reshape(experts, outputs, -1)[expert]) for one in tensors]
+        parts = [(one.tensor_type.name, one.data[expert]) for one in tensors]
         if format == ROUNDED:
             wide = [torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[name])) for name, data in parts]
             weight = quantize_weight(join(wide)[None], ROUNDED[1])
@@ -107,6 +129,27 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
             blocks = [(name, _blocks(name, torch.from_numpy(data), gguf)) for name, data in parts]
             weight = _PACK[format](blocks, join, gguf)
         packed[expert] = weight.packed[0]
+    return packed
+
+
+def packed_rows(tensor: Any, format: Format, order: Order, gguf: Any) -> Tensor:
+    """Return the packed bytes of the weight of a dense layer, ``ROWS`` outputs after one another.
+
+    Args:
+        tensor: of ``GGUFReader``, (N, H) in the order of GGUF.
+        format: one that holds its type, and in which the order keeps groups.
+        order: that of rows and columns.
+        gguf: as for :func:`packed_weight`.
+
+    Raises:
+        ValueError: a scale is not a finite number.
+    """
+    name, (inputs, outputs) = tensor.tensor_type.name, (int(size) for size in tensor.shape[:2])
+    blocks = _blocks(name, torch.from_numpy(tensor.data.reshape(outputs, -1)), gguf)
+    packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, 1), dtype=torch.uint8)
+    for first, tiles in zip(range(0, outputs, ROWS), packed.split(ROWS // TILE, dim=1), strict=True):
+        rows = blocks[first : first + ROWS] if order.rows is None else blocks[order.rows[first : first + ROWS]]
+        tiles.copy_(_PACK[format]([(name, rows)], order.of_columns, gguf).packed)
     return packed
 
 
@@ -206,21 +249,17 @@ def _pack_symmetric(blocks: list[tuple[str, Tensor]], join: Join, gguf: Any) -> 
 def _symmetric(name: str, blocks: Tensor, gguf: Any) -> tuple[Tensor, Tensor]:
     """Return the codes (N, H) int8 and scales (N, H / 16) float32 for which blocks stand. Exact.
 
-    The package widens blocks whose scales are 1, and blocks whose codes are, ``ROWS`` of them at a time.
+    The package widens blocks whose scales are 1, and blocks whose codes are.
     """
     block, codes = ONES[name]
     ones = torch.tensor(list(block), dtype=torch.uint8)
-    found = []
-    for rows in blocks.split(ROWS):
-        no_scales, no_codes = ones.expand(rows.shape).clone(), rows.clone()
-        no_scales[..., codes], no_codes[..., codes] = rows[..., codes], ones[codes]
-        of_codes, of_scales = (
-            torch.from_numpy(gguf.dequantize(one.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
-            for one in (no_scales, no_codes)
-        )
-        found.append((of_codes.to(torch.int8), of_scales[:, :: GROUP // 2].clone()))
-    all_codes, all_scales = (torch.cat(part) for part in zip(*found, strict=True))
-    return all_codes, all_scales
+    no_scales, no_codes = ones.expand(blocks.shape).clone(), blocks.clone()
+    no_scales[..., codes], no_codes[..., codes] = blocks[..., codes], ones[codes]
+    of_codes, of_scales = (
+        torch.from_numpy(gguf.dequantize(one.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
+        for one in (no_scales, no_codes)
+    )
+    return of_codes.to(torch.int8), of_scales[:, :: GROUP // 2]
 
 
 _PACK: dict[Format, Callable[[list[tuple[str, Tensor]], Join, Any], QuantizedWeight]] = {

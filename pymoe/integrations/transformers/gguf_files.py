@@ -28,6 +28,7 @@ from torch import Tensor
 from pymoe._common.types import ClampedSwiglu, up
 from pymoe.integrations.transformers import gguf_blocks, interface
 from pymoe.integrations.transformers.activations import fused_activation
+from pymoe.integrations.transformers.gguf_blocks import Order
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.integrations.transformers.stored_format import AS_STORED, Format, StoredFormat
 from pymoe.nn import QuantizedLinear
@@ -92,31 +93,6 @@ def package() -> Any:
     return gguf
 
 
-class Order(NamedTuple):
-    """The places in a tensor of the rows and columns of a dense layer's weight; None if they are the same."""
-
-    rows: Tensor | None = None
-    """(N,) integers."""
-    columns: Tensor | None = None
-    """(H,) integers."""
-
-    def keeps_groups(self, size: int) -> bool:
-        """Return whether each ``size`` columns that share a scale stay together, in their order."""
-        if self.columns is None:
-            return True
-        groups = self.columns.view(-1, size)
-        within = torch.arange(size, device="cpu")
-        return not bool((groups[:, 0] % size).any()) and bool((groups == groups[:, :1] + within).all())
-
-    def of(self, part: Tensor) -> Tensor:
-        """Return a part of the tensor, (N, groups of columns, ...), in the order of the weight."""
-        part = part if self.rows is None else part[self.rows]
-        if self.columns is None:
-            return part
-        size = len(self.columns) // part.shape[1]
-        return part[:, self.columns[::size] // size]
-
-
 class Weight(NamedTuple):
     """Describes a stacked weight of the model, its bias, or the weight of a dense layer, by tensors with its rows."""
 
@@ -125,8 +101,8 @@ class Weight(NamedTuple):
     format: Format
     interleaved: bool = False
     """Whether the rows of gate and up take turns in the model."""
-    order: Order = Order()
-    """Of a dense layer."""
+    order: Order | None = None
+    """That of a dense layer; None for a stacked weight."""
 
     @property
     def types(self) -> list[str]:
@@ -135,7 +111,7 @@ class Weight(NamedTuple):
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """Return rows in the order of the model, from those of the tensors: an expert's, (N, ...) each."""
-        return self.order.of(torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts))
+        return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def packed(self, name: str, layer: QuantizedLinear) -> Tensor:
         """Return the packed bytes of the weight called ``name``, which ``layer`` is to hold.
@@ -145,6 +121,8 @@ class Weight(NamedTuple):
         """
         assert (layer.format, layer.bits) == self.format
         try:
+            if self.order is not None:
+                return gguf_blocks.packed_rows(self.tensors[0], self.format, self.order, package())
             return gguf_blocks.packed_weight(self.tensors, self.format, self.join, package())
         except ValueError as error:
             names = " and ".join(repr(one.name) for one in self.tensors)

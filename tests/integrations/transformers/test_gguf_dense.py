@@ -204,10 +204,13 @@ GROUPS = {("int", 4): 256, ("mxfp", 4): 32, ("affine", 8): 32, ("affine", 2): 16
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", sorted(gguf_blocks.KEPT))
 def test_rows_and_groups_of_columns_are_moved_in_few_bits(name, order):
-    """Q4_K, whose scales have factors for 256 columns, becomes affine if such columns are parted."""
+    """Q4_K, whose scales have factors for 256 columns, becomes affine if such columns are parted.
+
+    There are more rows than are packed at a time.
+    """
     process, size = ORDERS[order]
-    tensor = Matrix(name, 96)
-    weight = dense_weight(tensor, process, (96, 256))
+    tensor = Matrix(name, 1152)
+    weight = dense_weight(tensor, process, (1152, 256))
     format = gguf_blocks.KEPT[name]
     if format == ("int", 4) and size < 256:
         format = ("affine", 8)
@@ -215,7 +218,7 @@ def test_rows_and_groups_of_columns_are_moved_in_few_bits(name, order):
         assert weight is None
         return
     assert weight.format == format
-    layer = QuantizedDenseLinear(256, 96, bias=False, bits=format[1], format=format[0])
+    layer = QuantizedDenseLinear(256, 1152, bias=False, bits=format[1], format=format[0])
     layer.packed = weight.packed("x", layer)
     expected = process(tensor.widened(), tensor.name)
     assert torch.equal(ops.dequantize_weight(layer.quantized_weight)[0], torch.from_numpy(expected.copy()))
