@@ -52,10 +52,10 @@ class PymoeConfig(QuantizationConfigMixin):
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
     ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
-    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. So do
-    dense layers, which take the dtype of the model if there is none. All
-    checkpoints above can be read with ``"stored"``, too, which finds their bits, and ``config.json`` has it if the
-    weights of a saved model have several formats, or some of them none.
+    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. A dense
+    layer gets such a format, too, or the dtype of the model if there is none. All checkpoints above can be read with
+    ``"stored"``, too, which finds their bits, and ``config.json`` has it if the weights of a saved model have several
+    formats, or some of them none.
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, also 2 for ``"affine"``, None for ``"stored"``. Elsewhere None

@@ -132,11 +132,12 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
     return packed
 
 
-def packed_rows(tensor: Any, format: Format, order: Order, gguf: Any) -> Tensor:
+def packed_rows(tensor: Any, shape: tuple[int, int], format: Format, order: Order, gguf: Any) -> Tensor:
     """Return the packed bytes of the weight of a dense layer, ``ROWS`` outputs after one another.
 
     Args:
-        tensor: of ``GGUFReader``, (N, H) in the order of GGUF.
+        tensor: of ``GGUFReader``, with N rows.
+        shape: (N, H).
         format: one that holds its type, and in which the order keeps groups.
         order: that of rows and columns.
         gguf: as for :func:`packed_weight`.
@@ -144,7 +145,7 @@ def packed_rows(tensor: Any, format: Format, order: Order, gguf: Any) -> Tensor:
     Raises:
         ValueError: a scale is not a finite number.
     """
-    name, (inputs, outputs) = tensor.tensor_type.name, (int(size) for size in tensor.shape[:2])
+    name, (outputs, inputs) = tensor.tensor_type.name, shape
     blocks = _blocks(name, torch.from_numpy(tensor.data.reshape(outputs, -1)), gguf)
     packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, 1), dtype=torch.uint8)
     for first, tiles in zip(range(0, outputs, ROWS), packed.split(ROWS // TILE, dim=1), strict=True):

@@ -122,7 +122,8 @@ class Weight(NamedTuple):
         assert (layer.format, layer.bits) == self.format
         try:
             if self.order is not None:
-                return gguf_blocks.packed_rows(self.tensors[0], self.format, self.order, package())
+                shape = layer.output_features, layer.input_features
+                return gguf_blocks.packed_rows(self.tensors[0], shape, self.format, self.order, package())
             return gguf_blocks.packed_weight(self.tensors, self.format, self.join, package())
         except ValueError as error:
             names = " and ".join(repr(one.name) for one in self.tensors)
@@ -258,7 +259,7 @@ class GgufFile:
                 f"from_pretrained: expected parts of a GGUF file with {total} tensors, got {len(self.tensors)}: {path}"
             )
 
-    def plan(self, model: Any, dense: Container[str] = ()) -> None:
+    def plan(self, model: Any, dense: Container[str]) -> None:
         """Find the tensors of a model's weights, before its experts and dense layers are replaced.
 
         Args:

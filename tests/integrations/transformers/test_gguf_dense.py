@@ -11,9 +11,9 @@ from test_quantizer import assert_same_model, everything, logits
 from transformers import AutoModelForCausalLM
 
 from pymoe import ops
-from pymoe.integrations.transformers import gguf_blocks
+from pymoe.integrations.transformers import PymoeConfig, gguf_blocks
 from pymoe.integrations.transformers.gguf_files import dense_weight
-from pymoe.nn import QuantizedDenseLinear
+from pymoe.nn import QuantizedDenseLinear, quantize_linears
 from pymoe.quantize import main
 
 gguf = pytest.importorskip("gguf")
@@ -125,6 +125,32 @@ def test_few_rows_at_a_time_are_floating_point(tmp_path, monkeypatch):
     assert max(rows) == gguf_blocks.ROWS
     assert sum(rows) == 2 * 2500
     assert_holds(model, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_layers_are_rounded_on_request(dtype, tmp_path):
+    config, wide, _ = write(tmp_path / "x.gguf", "qwen2moe", "Q8_0", num_hidden_layers=2)
+    model = read(tmp_path / "x.gguf", config, PymoeConfig(format="stored", linear_bits=8), dtype=dtype)
+    expected = read(tmp_path / "x.gguf", config, dtype=dtype)
+    quantize_linears(wide.to(dtype), 8)
+    for name, layer in wide.named_modules():
+        if isinstance(layer, QuantizedDenseLinear):
+            expected.set_submodule(name, layer)
+    assert sum(isinstance(one, QuantizedDenseLinear) for one in model.modules()) == 15, "attention, shared, the head"
+    assert_same_model(model, expected)
+    model.save_pretrained(tmp_path / "packed")
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), expected)
+
+
+def test_a_tensor_may_have_a_dimension_of_1_more(tmp_path):
+    config, expected, _ = write(tmp_path / "x.gguf", "qwen2moe", "Q5_K")
+
+    def change(tensors, _):
+        for name in ("blk.0.attn_k.weight", "output.weight"):
+            data, kind = tensors[name]
+            tensors[name] = data.reshape(128, 1, -1), kind
+
+    assert_holds(read(rewritten(tmp_path / "x.gguf", change, "qwen2moe"), config), expected)
 
 
 def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):

@@ -22,7 +22,7 @@ from pymoe import ops
 from pymoe.integrations.transformers import PymoeConfig, gguf_blocks
 from pymoe.integrations.transformers.gguf_files import GgufFile
 from pymoe.integrations.transformers.quantizer import PymoeQuantizer
-from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts, quantize_linears
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear, quantize_experts
 from pymoe.nn.prefetch import mappings
 from pymoe.quantize import main
 
@@ -250,21 +250,6 @@ def test_a_model_without_a_head_is_refused(tmp_path):
     config, _, _ = gguf_models.write(tmp_path / "x.gguf", "qwen3moe", "Q4_K", num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"tensors Qwen3MoeModel has, got 'blk.0"):
         transformers.AutoModel.from_pretrained(tmp_path, gguf_file="x.gguf", config=config, quantization_config=CONFIG)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dense_layers_are_rounded_next_to_them(dtype, tmp_path):
-    config, wide, _ = gguf_models.write(tmp_path / "x.gguf", "qwen2moe", mixed, dense="Q8_0")
-    model = read(tmp_path / "x.gguf", config, PymoeConfig(format="stored", linear_bits=8), dtype=dtype)
-    expected = read(tmp_path / "x.gguf", config, dtype=dtype)
-    quantize_linears(wide.to(dtype), 8)
-    for name, layer in wide.named_modules():
-        if isinstance(layer, QuantizedDenseLinear):
-            expected.set_submodule(name, layer)
-    assert sum(isinstance(one, QuantizedDenseLinear) for one in model.modules()) == 15, "attention, shared, the head"
-    assert_same_model(model, expected)
-    model.save_pretrained(tmp_path / "packed")
-    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), expected)
 
 
 def test_without_a_configuration_transformers_reads_the_file_as_ever(tmp_path):
