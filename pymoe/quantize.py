@@ -7,12 +7,12 @@
 FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that are already quantised, in MXFP4
 (GPT-OSS), in FP8 (DeepSeek-V3), or in integers of GPTQ, AWQ or compressed-tensors, keep their values with ``--format
 mxfp``, ``fp`` or ``affine``, and are only laid out for the kernels, and so are dense layers of the last four unless
-there are ``--linear-bits``. The same holds for experts of a GGUF file whose
-types have a format in pymoe; of a file in parts, FILE is the first. A config.json next to that file is used, and then
-the other files of the folder are copied, too; otherwise the file's metadata are used. OUT will hold the quantised
-model; ``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all
-weights are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about
-one layer's experts, and twice the size of OUT on the disk.
+there are ``--linear-bits``. The same holds for experts and dense layers of a GGUF file whose types have a format in
+pymoe; of a file in parts, FILE is the first. A config.json next to that file is used, and then the other files of the
+folder are copied, too; otherwise the file's metadata are used. OUT will hold the quantised model;
+``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
+are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
+layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from planting import PythonFault as Fault
 BLOCKS = "pymoe/integrations/transformers/gguf_blocks.py"
 FILES = "pymoe/integrations/transformers/gguf_files.py"
 TESTS = "tests/integrations/transformers/test_gguf_files.py"
+DENSE = "tests/integrations/transformers/test_gguf_dense.py"
 
 FAULTS = [
     Fault(
@@ -76,6 +77,34 @@ FAULTS = [
         "(tensor,) = operation.convert({name: tensor}, [name], [target]).values()",
         "pass",
         ("tests/integrations/transformers/test_gguf_qwen35.py", "-k", "transformers_widens"),
+    ),
+    Fault(
+        "rows of dense layers stay in the order of the file",
+        BLOCKS,
+        "if order.rows is None else blocks[order.rows[first : first + ROWS]]",
+        "",
+        (DENSE, "-k", "moved and llama and Q4_K"),
+    ),
+    Fault(
+        "scales stay where they are while the codes of their columns are moved",
+        BLOCKS,
+        "return part[:, self.columns[::size] // size]",
+        "return part[:, self.columns] if size == 1 else part",
+        (DENSE, "-k", "moved and 32 and Q8_0"),
+    ),
+    Fault(
+        "columns that share a scale may be parted",
+        BLOCKS,
+        "and keeps_groups(_columns(one)))",
+        "and keeps_groups(1))",
+        (DENSE, "-k", "moved and groups and Q4_K"),
+    ),
+    Fault(
+        "numbers that leave their rows one by one pass for moved rows",
+        FILES,
+        "if (rows != rows[:, :1]).any() or (columns != columns[:1]).any():",
+        "if rows is None:",
+        (DENSE, "-k", "changed_otherwise"),
     ),
     Fault(
         "the number of heads is taken from the configuration, whatever the file says",

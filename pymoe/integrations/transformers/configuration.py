@@ -52,9 +52,10 @@ class PymoeConfig(QuantizationConfigMixin):
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
     ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
-    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. All
-    checkpoints above can be read with ``"stored"``, too, which finds their bits, and ``config.json`` has it if the
-    weights of a saved model have several formats, or some of them none.
+    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. A dense
+    layer gets such a format, too, or the dtype of the model if there is none. All checkpoints above can be read with
+    ``"stored"``, too, which finds their bits, and ``config.json`` has it if the weights of a saved model have several
+    formats, or some of them none.
 
     Args:
         bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, also 2 for ``"affine"``, None for ``"stored"``. Elsewhere None
@@ -64,7 +65,7 @@ class PymoeConfig(QuantizationConfigMixin):
             format of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.
         linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
             :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are
-            in the files: in few bits, if files of FP8, GPTQ, AWQ, compressed-tensors or pymoe have them so.
+            in the files: in few bits, if files of FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe have them so.
             A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
             it, which ``quantize_linears`` would round.
         version: version of the files. Those of version 1 are read unless they hold integers of 4 bits.

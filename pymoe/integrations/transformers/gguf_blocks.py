@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pymoe._common.types import FORMATS, GROUP, SUPER, QuantizedWeight, packed_shape
+from pymoe._common.types import FORMATS, GROUP, RUNS, SUPER, TILE, QuantizedWeight, packed_shape
 from pymoe.integrations.transformers.mxfp4_files import NAN
 from pymoe.integrations.transformers.stored_format import Format
 from pymoe.ops import pack_weight, quantize_weight
@@ -43,17 +43,61 @@ ONES = {
     "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
 }
 """Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
+ROWS = 1024
+"""Number of outputs of a dense layer that are packed at a time: a head has one for each token of a vocabulary."""
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the types that hold numbers one by one."""
 Join = Callable[[list[Tensor]], Tensor]
 
 
-def format_of(types: Iterable[str]) -> Format:
-    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``."""
-    found = {KEPT.get(one, ROUNDED) for one in types}
-    if found <= {KEPT["Q4_K"], KEPT["Q8_0"]} and len(found) > 1:
-        return KEPT["Q8_0"]  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
-    return found.pop() if len(found) == 1 else ROUNDED
+class Order(NamedTuple):
+    """The places in a tensor of the rows and columns of a dense layer's weight; None if they are the same."""
+
+    rows: Tensor | None = None
+    """(N,) integers."""
+    columns: Tensor | None = None
+    """(H,) integers."""
+
+    def keeps_groups(self, size: int) -> bool:
+        """Return whether each ``size`` columns that share a scale stay together, in their order."""
+        if self.columns is None:
+            return True
+        groups = self.columns.view(-1, size)
+        within = torch.arange(size, device="cpu")
+        return not bool((groups[:, 0] % size).any()) and bool((groups == groups[:, :1] + within).all())
+
+    def of_columns(self, parts: list[Tensor]) -> Tensor:
+        """Return the only part, (N, groups of columns, ...), with the columns in the order of the weight."""
+        (part,) = parts
+        if self.columns is None:
+            return part
+        size = len(self.columns) // part.shape[1]
+        return part[:, self.columns[::size] // size]
+
+
+def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda size: True) -> Format:
+    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``.
+
+    Args:
+        types: the types.
+        keeps_groups: returns whether each group of so many columns, from the first column on, stays together.
+    """
+    first, *others = (_formats(one) for one in types)
+    held = (one for one in first if all(one in other for other in others) and keeps_groups(_columns(one)))
+    return next(held, ROUNDED)
+
+
+def _formats(kind: str) -> list[Format]:
+    """Return the formats that hold a type, that of the fewest bits first."""
+    if kind == "Q4_K":  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
+        return [KEPT["Q4_K"], KEPT["Q8_0"]]
+    return [KEPT[kind]] if kind in KEPT else []
+
+
+def _columns(format: Format) -> int:
+    """Return how many columns of a weight share what precedes their codes in a format."""
+    number = FORMATS[format]
+    return RUNS[number][0] if number in RUNS else GROUP * SUPER if format == ("int", 4) else GROUP
 
 
 def is_held(types: Iterable[str], dtype: torch.dtype) -> bool:
@@ -85,6 +129,28 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
             blocks = [(name, _blocks(name, torch.from_numpy(data), gguf)) for name, data in parts]
             weight = _PACK[format](blocks, join, gguf)
         packed[expert] = weight.packed[0]
+    return packed
+
+
+def packed_rows(tensor: Any, shape: tuple[int, int], format: Format, order: Order, gguf: Any) -> Tensor:
+    """Return the packed bytes of the weight of a dense layer, ``ROWS`` outputs after one another.
+
+    Args:
+        tensor: of ``GGUFReader``, with N rows.
+        shape: (N, H).
+        format: one that holds its type, and in which the order keeps groups.
+        order: that of rows and columns.
+        gguf: as for :func:`packed_weight`.
+
+    Raises:
+        ValueError: a scale is not a finite number.
+    """
+    name, (outputs, inputs) = tensor.tensor_type.name, shape
+    blocks = _blocks(name, torch.from_numpy(tensor.data.reshape(outputs, -1)), gguf)
+    packed = torch.empty(packed_shape(FORMATS[format], outputs, inputs, 1), dtype=torch.uint8)
+    for first, tiles in zip(range(0, outputs, ROWS), packed.split(ROWS // TILE, dim=1), strict=True):
+        rows = blocks[first : first + ROWS] if order.rows is None else blocks[order.rows[first : first + ROWS]]
+        tiles.copy_(_PACK[format]([(name, rows)], order.of_columns, gguf).packed)
     return packed
 
 

@@ -1,11 +1,12 @@
-"""GGUF files, as llama.cpp has them: the experts out of one, and lazily the other tensors under the model's names.
+"""GGUF files, as llama.cpp has them: experts and dense layers out of one, and lazily the other tensors.
 
 llama-gguf-split cuts a file into parts, ``NAME-00001-of-00003.gguf`` and so on: each is a GGUF file with some of the
 tensors, and the first has the metadata.
 
 Layer N has its experts in ``blk.N.ffn_gate_exps.weight``, ``ffn_up_exps`` and ``ffn_down_exps``, (E, out, in) each; the
 model has one weight for gate and up. Of all other tensors transformers' own tables say the names, and what is done to
-them. Every tensor of the file must be one of the model's, and the other way round.
+them. A dense layer keeps the codes and scales of its tensor, if this at most moves rows and whole groups of columns.
+Every tensor of the file must be one of the model's, and the other way round.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import numpy
@@ -27,6 +28,7 @@ from torch import Tensor
 from pymoe._common.types import ClampedSwiglu, up
 from pymoe.integrations.transformers import gguf_blocks, interface
 from pymoe.integrations.transformers.activations import fused_activation
+from pymoe.integrations.transformers.gguf_blocks import Order
 from pymoe.integrations.transformers.quantized import stacked_weights
 from pymoe.integrations.transformers.stored_format import AS_STORED, Format, StoredFormat
 from pymoe.nn import QuantizedLinear
@@ -72,6 +74,8 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 configurations."""
 SPLIT = ("split.no", "split.count", "split.tensors.count")
 """Entries of the metadata of parts: the number of the part, the number of parts, and that of all parts' tensors."""
+Process = Callable[[Any, str], Any]
+"""Makes the values of a tensor of the model of those of a tensor of the file, and of its name there."""
 DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
 """What readers of headers raise for damaged ones."""
 
@@ -89,14 +93,16 @@ def package() -> Any:
     return gguf
 
 
-class Stacked(NamedTuple):
-    """Describes a stacked weight of the model, or its bias, by the tensors that hold its rows."""
+class Weight(NamedTuple):
+    """Describes a stacked weight of the model, its bias, or the weight of a dense layer, by tensors with its rows."""
 
     tensors: tuple[Any, ...]
     """Of ``GGUFReader``: one, or gate and up."""
-    interleaved: bool
-    """Whether the rows of gate and up take turns in the model."""
     format: Format
+    interleaved: bool = False
+    """Whether the rows of gate and up take turns in the model."""
+    order: Order | None = None
+    """That of a dense layer; None for a stacked weight."""
 
     @property
     def types(self) -> list[str]:
@@ -115,6 +121,9 @@ class Stacked(NamedTuple):
         """
         assert (layer.format, layer.bits) == self.format
         try:
+            if self.order is not None:
+                shape = layer.output_features, layer.input_features
+                return gguf_blocks.packed_rows(self.tensors[0], shape, self.format, self.order, package())
             return gguf_blocks.packed_weight(self.tensors, self.format, self.join, package())
         except ValueError as error:
             names = " and ".join(repr(one.name) for one in self.tensors)
@@ -174,11 +183,13 @@ class GgufFile:
                 f"from_pretrained: expected a GGUF file of the architecture {', '.join(map(repr, MODELS))}, got "
                 f"{self.architecture!r}: {path}"
             )
-        self.stacked: dict[str, Stacked] = {}
+        self.stacked: dict[str, Weight] = {}
         """Stacked weights by their names in the model, from :meth:`plan`."""
+        self.dense: dict[str, Weight] = {}
+        """Weights of dense layers that stay in few bits."""
         self.others: dict[str, LazyTensor] = {}
         """All other tensors of the model."""
-        self.floating: dict[str, Stacked] = {}
+        self.floating: dict[str, Weight] = {}
         """Those of them that are stacked weights."""
 
     @property
@@ -248,8 +259,12 @@ class GgufFile:
                 f"from_pretrained: expected parts of a GGUF file with {total} tensors, got {len(self.tensors)}: {path}"
             )
 
-    def plan(self, model: Any) -> None:
-        """Find the tensors of a model's weights, before its experts are replaced.
+    def plan(self, model: Any, dense: Container[str]) -> None:
+        """Find the tensors of a model's weights, before its experts and dense layers are replaced.
+
+        Args:
+            model: the model.
+            dense: names of the weights of dense layers that stay in few bits if a format holds them.
 
         Warns, once for the whole file, of experts that are rounded, because pymoe has no format for their types or the
         model's dtype does not hold them.
@@ -282,12 +297,15 @@ class GgufFile:
         for name, tensor in left.items():
             bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
             target = names.get(name, bare) or ""
-            if target in state and target not in self.others:
+            if target in state and target not in self.others and target not in self.dense:
                 expected = tuple(state[target].shape)
                 if [*filter((1).__ne__, expected)] != [*filter((1).__ne__, _shape(tensor))]:
                     raise _other_size(tensor, expected, target)
-                _check_widened([tensor])
-                self.others[target] = LazyTensor(functools.partial(_processed, tensor, process, expected))
+                if target in dense and (weight := dense_weight(tensor, process, expected)):
+                    self.dense[target] = weight
+                else:
+                    _check_widened([tensor])
+                    self.others[target] = LazyTensor(functools.partial(_processed, tensor, process, expected))
             elif not interface.ignores(model, target):
                 raise ValueError(
                     f"from_pretrained: expected a GGUF file whose tensors {type(model).__name__} has, got {name!r}"
@@ -299,7 +317,8 @@ class GgufFile:
                 f"from_pretrained: expected a config that does not tie {shared[0]!r} and {shared[1]!r}, as the GGUF "
                 f"file has both, got one that does"
             )
-        missing = [name for name in state if name not in self.others and not (shared and name in tied)]
+        found = self.others.keys() | self.dense.keys()
+        missing = [name for name in state if name not in found and not (shared and name in tied)]
         if missing:
             raise ValueError(f"from_pretrained: expected a GGUF file with a tensor for {missing[0]!r}, got none")
         self._warn(model)
@@ -308,7 +327,7 @@ class GgufFile:
         """Find the tensors of the stacked weights of a module, and take them out of those that are left."""
         kind = fused_activation(module) if interface.is_behind(module) else None
         interleaved = isinstance(kind, ClampedSwiglu) and kind.interleaved
-        planned: dict[str, Stacked] = {}
+        planned: dict[str, Weight] = {}
         for own, weight in (stacked_weights(module) or {}).items():
             layer = re.search(r"\blayers\.(\d+)\.", path)
             prefixes = [f"blk.{layer[1] if layer else path}.ffn_{part}_exps" for part in PARTS[own]]
@@ -329,7 +348,7 @@ class GgufFile:
                 format = gguf_blocks.format_of(one.tensor_type.name for one in tensors)
                 if format == gguf_blocks.ROUNDED or ending == ".bias":
                     _check_widened(tensors)
-                found = Stacked(tuple(tensors), interleaved and len(tensors) > 1, format)
+                found = Weight(tuple(tensors), format, interleaved and len(tensors) > 1)
                 if ending == ".bias":
                     self.others[name] = LazyTensor(found.bias)
                 else:
@@ -394,7 +413,43 @@ def _check_widened(tensors: Iterable[Any]) -> None:
             ) from error
 
 
-def _processed(tensor: Any, process: Callable[[Any, str], Any], shape: tuple[int, ...]) -> Tensor:
+def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weight | None:
+    """Return the weight of a dense layer in few bits; None if no format holds its codes and scales.
+
+    Args:
+        tensor: of ``GGUFReader``, (N, H) in the order of GGUF.
+        process: what makes the model's weight of the tensor's values.
+        shape: (N, H).
+    """
+    order = _order(tensor.name, process, shape) if tensor.tensor_type.name in gguf_blocks.KEPT else None
+    if order is None:
+        return None
+    format = gguf_blocks.format_of([tensor.tensor_type.name], order.keeps_groups)
+    return None if format == gguf_blocks.ROUNDED else Weight((tensor,), format, order=order)
+
+
+def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
+    """Return the order in which a process leaves the rows and columns of a matrix; None if it does anything else.
+
+    It is given numbers that say their own row or column. Arithmetic with them leaves other ones, or turns the order of
+    columns around, in which no group stays.
+    """
+    places = [numpy.arange(size, dtype=numpy.int32) for size in shape]
+    given = [numpy.broadcast_to(one, shape) for one in (places[0][:, None], places[1])]
+    rows, columns = found = [process(one, name) for one in given]
+    if rows is given[0]:
+        return Order()
+    if any(one.shape != shape for one in found):
+        return None
+    if (rows != rows[:, :1]).any() or (columns != columns[:1]).any():
+        return None
+    order = list(zip((rows[:, 0], columns[0]), places, strict=True))
+    if any((numpy.sort(one) != all_of_them).any() for one, all_of_them in order):
+        return None
+    return Order(*(None if (one == same).all() else torch.from_numpy(one.astype(numpy.int64)) for one, same in order))
+
+
+def _processed(tensor: Any, process: Process, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of the model in float32."""
     values = process(_values(tensor), tensor.name).reshape(shape)
     of_file = isinstance(values, numpy.memmap)  # float32 is not widened

@@ -302,7 +302,8 @@ def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dic
         names: names of tensors of the file.
 
     Returns:
-        Names by those in files, and a function of a tensor's values and its name in the file.
+        Names by those in files, and a function of a tensor's values and its name in the file, which returns the same
+        object if nothing is done to it.
     """
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
@@ -324,8 +325,10 @@ def _gguf_transforms(transforms: list[Any], names: Iterable[str]) -> tuple[dict[
 
     def process(values: Any, name: str) -> Any:
         target, pattern = found[name]
-        tensor = torch.tensor(values)
-        for operation in by_pattern[pattern].operations if pattern is not None else ():
+        if pattern is None:
+            return values
+        tensor = torch.tensor(values, device="cpu")  # transformers' default may be "meta" here
+        for operation in by_pattern[pattern].operations:
             (tensor,) = operation.convert({name: tensor}, [name], [target]).values()
         return tensor.numpy()
 

@@ -12,7 +12,8 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
   compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
-  experts stay in the format nearest to theirs, weight by weight: the model has several, and may have experts in none.
+  experts and dense layers stay in the format nearest to theirs, weight by weight: the model has several, and may have
+  experts in none.
 """
 
 from __future__ import annotations
@@ -123,10 +124,12 @@ class PymoeQuantizer(HfQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
-        """Return what a GGUF file holds under the model's names: experts, which their operation reads, are empty."""
+        """Return what a GGUF file holds under the model's names: weights in few bits, which their operation reads, are
+        empty.
+        """
         assert self.gguf is not None
         empty = torch.empty(0, dtype=torch.uint8)
-        return {**self.gguf.others, **dict.fromkeys(self.gguf.stacked, empty)}
+        return {**self.gguf.others, **dict.fromkeys(self.gguf.stacked | self.gguf.dense, empty)}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         files = checkpoint_files or ()
@@ -154,6 +157,9 @@ class PymoeQuantizer(HfQuantizer):
                 f"from_pretrained: expected a checkpoint with quantised experts for PymoeConfig(format={AS_STORED!r}), "
                 f"got {min(self.weights)!r} that is not quantised"
             )
+        if self.gguf is not None:
+            layers = set() if config.linear_bits is not None else quantized_dense.dense_layers(model)
+            self.gguf.plan(model, {name + quantized_dense.ENDING for name in layers})
         if config.linear_bits is not None:
             self.dense = dict.fromkeys(quantized_dense.dense_layers(model), ("int", config.linear_bits))
             if not self.dense:
@@ -164,6 +170,10 @@ class PymoeQuantizer(HfQuantizer):
             weights = {f"{name.rpartition('.')[0]}.{WEIGHT}" for name in self._tensors}
             layers = quantized_dense.layers_of(model, set(interface.names_in_model(model, sorted(weights)).values()))
             self.dense = dict.fromkeys(layers, (self.stored.format, self.stored.bits))
+        elif self.gguf is not None:
+            self.dense = {
+                name.removesuffix(quantized_dense.ENDING): one.format for name, one in self.gguf.dense.items()
+            }
         else:
             layers = quantized_dense.layers_of(model, numbers)
             formats = mixed_files.formats_of((name + quantized_dense.ENDING for name in layers), numbers)
@@ -193,7 +203,6 @@ class PymoeQuantizer(HfQuantizer):
             quantize_experts(model, config.bits, config.format)
             return
         if self.gguf is not None:
-            self.gguf.plan(model)
             formats = {name: one.format for name, one in self.gguf.stacked.items()}
         else:
             formats = mixed_files.formats_of(sorted(self.weights), numbers)
@@ -243,8 +252,10 @@ class PymoeQuantizer(HfQuantizer):
             ]
         dense = []
         for weight, _ in quantized_dense.sources(model, self.dense):
-            if self.stored:
+            if self.stored and self.quantization_config.linear_bits is not None:
                 dense.append(interface.converter([weight], rf"\1{quantized_dense.ENDING}", AsNamed(), Pack(self)))
+            elif self.gguf is not None:
+                dense.append(interface.converter([weight], r"\1.packed", TakeFromGguf(self)))
             else:
                 sizes = weight.removesuffix("$") + r"\.sizes$"
                 dense.append(interface.converter([weight, sizes], r"\1.packed", Take(self)))
@@ -487,9 +498,10 @@ class TakeFromGguf(_Takes):
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
         """Return the packed bytes of the tensors of the file."""
-        assert self.hf_quantizer.gguf is not None
+        gguf = self.hf_quantizer.gguf
+        assert gguf is not None
         (operand,) = tensors[source_patterns[0]]  # empty, on the device that the weight shall be on
-        return self.hf_quantizer.gguf.stacked[name].packed(name, layer).to(operand.device)
+        return (gguf.stacked | gguf.dense)[name].packed(name, layer).to(operand.device)
 
 
 class _WithParts(_Known):

@@ -107,7 +107,7 @@ def write(path, architecture, experts, dense="F32", split=0, **sizes):
         path: of the file.
         architecture: a key of ``CLASSES``.
         experts: a function of a tensor's name that returns the type of experts' weights, or a type.
-        dense: the type of other matrices.
+        dense: the type of other matrices except routers, or a function of the name of any other matrix.
         split: most tensors of a part, ``NAME-00001-of-00003.gguf`` and so on; 0 for one file.
         sizes: of the configuration.
 
@@ -125,13 +125,13 @@ def write(path, architecture, experts, dense="F32", split=0, **sizes):
     state, tensors = {}, {}
     for name, weight in model.state_dict().items():
         weight = torch.nn.init.normal_(weight, std=0.2) if "norm" not in name else weight
-        state[name] = 0
+        state[name] = -0.0  # a sum with it keeps the signs of zeros
         for target, values, back in parts_of(name, weight, config):
             kind = "F32"
             if target.endswith("_exps.weight"):
                 kind = experts if isinstance(experts, str) else experts(target)
-            elif values.dim() == 2 and "gate_inp" not in target and not target.endswith(".bias"):
-                kind = dense
+            elif values.dim() == 2 and not target.endswith(".bias"):
+                kind = dense(target) if callable(dense) else "F32" if "gate_inp" in target else dense
             data, tensors[target] = rounded(values.contiguous().numpy(), kind, random)
             writer.add_tensor(target, data, raw_dtype=Type[kind])
             state[name] = state[name] + back(tensors[target])

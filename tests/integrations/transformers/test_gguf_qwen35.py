@@ -13,8 +13,8 @@ from test_quantizer import logits
 from transformers import AutoModelForCausalLM, GgufConfig, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 from pymoe import ops
-from pymoe.integrations.transformers import PymoeConfig
-from pymoe.nn import QuantizedLinear
+from pymoe.integrations.transformers import PymoeConfig, gguf_blocks
+from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")  # transformers asks for it
@@ -37,7 +37,7 @@ CONFIG = Qwen3_5MoeTextConfig(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=16,
-    linear_value_head_dim=32,
+    linear_value_head_dim=64,
     dtype="float32",
 )
 NAMES = {
@@ -85,12 +85,16 @@ FACTS = {
     "ssm.state_size": 16,
     "ssm.group_count": 2,
     "ssm.time_step_rank": 4,
-    "ssm.inner_size": 128,
+    "ssm.inner_size": 256,
 }
 
 
-def write(path, **changes):
-    """Write a file with a third layer, which predicts further tokens; Q4_K and Q6_K for experts, Q8_0 for matrices."""
+def write(path, dense="Q8_0", **changes):
+    """Write a file with a third layer, which predicts further tokens; Q4_K and Q6_K for experts.
+
+    Matrices are in the type ``dense`` if their rows are whole blocks of it.
+    """
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dense]][0]
     random = numpy.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "qwen35moe")
     for key, value in (FACTS | changes).items():
@@ -111,8 +115,8 @@ def write(path, **changes):
             kind = "F32"
             if "_exps" in target:
                 kind = "Q6_K" if "down" in target else "Q4_K"
-            elif len(shape) > 1 and "conv1d" not in target and "gate_inp" not in target and shape[-1] % 32 == 0:
-                kind = "Q8_0"
+            elif len(shape) > 1 and "conv1d" not in target and "gate_inp" not in target and shape[-1] % block == 0:
+                kind = dense
             data, _ = gguf_models.rounded(values, kind, random)
             writer.add_tensor(layer + target, data, raw_dtype=gguf.GGMLQuantizationType[kind])
             if layer == "blk.1.":
@@ -130,18 +134,33 @@ def read(path, quantization, **options):
     )
 
 
-def test_it_is_the_model_that_transformers_widens(tmp_path):
-    """Heads are in another order in the file, norms are greater by 1, and decays are minus their exponentials."""
-    write(tmp_path / "x.gguf")
+@pytest.mark.parametrize("dense", ["Q8_0", "Q4_K", "Q6_K", "Q2_K"])
+def test_it_is_the_model_that_transformers_widens(dense, tmp_path):
+    """Heads are in another order in the file, norms are greater by 1, and decays are minus their exponentials.
+
+    Columns of the last layer of linear attention are in another order, too, so its Q4_K becomes affine.
+    """
+    write(tmp_path / "x.gguf", dense)
     expected = read(tmp_path / "x.gguf", GgufConfig(dequantize=True), experts_implementation="eager")
     model = read(tmp_path / "x.gguf", PymoeConfig(format="stored"))
     theirs = dict(expected.named_parameters())
-    formats = set()
+    formats, experts = {}, set()
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLinear):
-            formats.add((layer.format, layer.bits))
+        if isinstance(layer, QuantizedDenseLinear):
+            formats[name] = layer.format, layer.bits
+            assert torch.equal(ops.dequantize_weight(layer.quantized_weight)[0], theirs.pop(f"{name}.weight")), name
+        elif isinstance(layer, QuantizedLinear):
+            experts.add((layer.format, layer.bits))
             assert torch.equal(ops.dequantize_weight(layer.weight), theirs.pop(name)), name
-    assert formats == {("int", 4), ("symmetric", 8)}
+    assert experts == {("int", 4), ("symmetric", 8)}
+    narrow = {f"model.layers.{i}.mlp.shared_expert.down_proj" for i in range(2)}  # 96 columns
+    kept = {f"model.layers.{i}.mlp.shared_expert.{own}_proj" for i in range(2) for own in ("gate", "up", "down")}
+    kept |= {f"model.layers.0.linear_attn.{own}" for own in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    kept |= {f"model.layers.1.self_attn.{own}_proj" for own in "qkvo"} | {"lm_head"}
+    wanted = dict.fromkeys(kept if dense == "Q8_0" else kept - narrow, gguf_blocks.KEPT[dense])
+    if dense == "Q4_K":
+        wanted["model.layers.0.linear_attn.out_proj"] = ("affine", 8)
+    assert formats == wanted
     ours = dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
     for name, parameter in theirs.items():
