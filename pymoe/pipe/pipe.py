@@ -14,6 +14,7 @@ from pymoe._common.names import also_called, explain_arguments
 from pymoe._torch_private import BatchNormBase
 from pymoe._transforms import torch_func_is_active
 from pymoe.autograd.compiler_disable import compiler_disable
+from pymoe.pipe.auxiliary import has_capacity
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
@@ -203,7 +204,7 @@ class Pipe(Inspection):
         self.staged = staged
         self._engine = Engine()
         self._has_stepped = False
-        self._has_looked_for_batch_norm = False
+        self._modes_seen: set[bool] = set()
         module = staged.module
         # The model's own dictionaries, so that all its names are found, and so are parts that replace others later.
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
@@ -235,7 +236,7 @@ class Pipe(Inspection):
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
-        self._warn_of_batch_norm(len(micro_batches.rows))
+        self._look_at_layers(len(micro_batches.rows))
         pipeline = self.staged.pipeline
         if torch_func_is_active() or have_tangents((args, kwargs), self):
             outputs = run_in_one_graph(pipeline, micro_batches)
@@ -320,7 +321,7 @@ class Pipe(Inspection):
         if callable(reduction) and not has_target:
             weighed = staged.arguments(chunks, inputs, kwargs)
         weights = weigh(micro_batches, reduction, loss_fn if has_target else None, weighed)
-        self._warn_of_batch_norm(count)
+        self._look_at_layers(count)
         planned = self._engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
@@ -337,10 +338,10 @@ class Pipe(Inspection):
             weights,
         )
 
-    def _warn_of_batch_norm(self, micro_batches: int) -> None:
-        if micro_batches > 1 and self.training and not self._has_looked_for_batch_norm:
-            self._has_looked_for_batch_norm = True
-            warn_of_batch_norm(self.staged.module)
+    def _look_at_layers(self, micro_batches: int) -> None:
+        if micro_batches > 1 and self.training not in self._modes_seen:
+            self._modes_seen.add(self.training)
+            warn_of_micro_batches(self.staged.module)
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
@@ -543,19 +544,30 @@ def pipeline(
 # Warnings about steps that cannot gain from a pipeline, and about results that are not the model's.
 
 
-def warn_of_batch_norm(model: nn.Module) -> None:
-    """Give a UserWarning, at the line of the user's code, if a batch norm will take statistics of micro-batches."""
+def warn_of_micro_batches(model: nn.Module) -> None:
+    """Give a UserWarning, at the line of the user's code, for the first layer that mixes the rows of a call and has no
+    other rows than those of a micro-batch.
+    """
     for name, layer in model.named_modules():
         # A DeferredBatchNorm was asked for.
         if isinstance(layer, BatchNormBase) and layer.training and not isinstance(layer, DeferredBatchNorm):
-            warnings.warn(
-                f"Pipe: {type(layer).__name__} {name!r} normalises each micro-batch by itself, so outputs and "
-                f"gradients are not those of the whole mini-batch: take LayerNorm or GroupNorm, or chunks=1; with "
-                f"deferred_batch_norm=True only the running statistics are those of the mini-batch",
-                UserWarning,
-                stacklevel=stack_level(),
+            how = (
+                "normalises each micro-batch by itself",
+                "take LayerNorm or GroupNorm, or chunks=1; with deferred_batch_norm=True only the running statistics "
+                "are those of the mini-batch",
             )
-            return
+        elif has_capacity(layer):
+            how = "drops tokens past the capacity of each micro-batch", "take capacity_factor=None, or chunks=1"
+        else:
+            continue
+        does, remedy = how
+        warnings.warn(
+            f"Pipe: {type(layer).__name__} {name!r} {does}, so outputs and gradients are not those of the whole "
+            f"mini-batch: {remedy}",
+            UserWarning,
+            stacklevel=stack_level(),
+        )
+        return
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:

@@ -144,6 +144,10 @@ STEPS: Table = {
         "pipeline(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), (x,), chunks=2)(x)",
         "BatchNorm1d '1' normalises each micro-batch by itself",
     ),
+    "capacity": (
+        "Pipe(nn.Sequential(MoE(8, 16, 4, 2, capacity_factor=1.0)), chunks=2)(x)",
+        "MoE '0' drops tokens past the capacity of each micro-batch, .*: take capacity_factor=None, or chunks=1",
+    ),
     "no loss": ("pipe.step(x, target=y)", r"give step a loss_fn \(and a target\), or let the model return its loss"),
     "padding in a loss of one's own": (
         "pipe.step(x, target=torch.tensor([1, -100, 2, 3]), loss_fn=lambda a, t: F.cross_entropy(a, t))",

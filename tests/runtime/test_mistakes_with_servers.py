@@ -120,7 +120,7 @@ BACKENDS: Table = {
     ),
     "two runtimes": (
         "Runtime([served]).start()",
-        r"'served_forward' is served by another Runtime, .*: give all backends to one Runtime",
+        r"the pool 'served_\w+' is served by another Runtime, .*: give all backends to one Runtime",
     ),
     "a module for a client": (
         "ExpertClient(nn.Linear(8, 8))",
