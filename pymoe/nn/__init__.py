@@ -46,4 +46,7 @@ __all__ = [
 if not TYPE_CHECKING:  # checkers of types report names that do not exist
 
     def __getattr__(name: str) -> NoReturn:
-        raise no_such_name(__name__, name, __all__)
+        from torch import nn
+
+        torchs = {name: "torch.nn has it; was nn replaced by `from pymoe import *`?"} if hasattr(nn, name) else {}
+        raise no_such_name(__name__, name, __all__, torchs)

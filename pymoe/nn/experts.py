@@ -146,6 +146,11 @@ class Experts(_FeedForward):
                 f"torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options="
                 f"StateDictOptions(full_state_dict=True))"
             )
+        if f"{prefix}w_in.packed" in state_dict:
+            args[-1].append(
+                f"Experts {prefix.removesuffix('.')!r}: the state holds weights in few bits, this layer has others: "
+                f"call quantize_experts(model, bits=...) first, with the bits of the state"
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:

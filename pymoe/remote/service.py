@@ -33,6 +33,7 @@ from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_flatten
 from pymoe.runtime.numbered import numbered_backward_pool
+from pymoe.runtime.protocols import how
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
 MAX_WATCHES = 4096
@@ -146,7 +147,8 @@ class ExpertEntry:
 
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
         if not isinstance(backend, ExpertBackend):
-            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {type(backend).__name__}")
+            kind = type(backend).__name__
+            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {kind}{how(backend)}")
         if not wire.is_name(backend.name):
             raise ValueError(f"ExpertServer: a name has 1 to {wire.MAX_NAME} bytes, got {backend.name!r}")
         self.backend = backend

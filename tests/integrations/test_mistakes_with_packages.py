@@ -43,6 +43,10 @@ pipeline(model, (torch.randint(32, (2, 5)),), split_spec={"model.layers.1": Spli
 """,
         r"output\['past_key_values'\] is a DynamicCache, .*; give a model of transformers use_cache=False",
     ),
+    "a name on the hub": (
+        "import sys, pymoe.quantize as q; q.main(['nobody/no-model', 'out'])",
+        "expected a folder with config.json, got nobody/no-model; .*: hf download nobody/no-model --local-dir FOLDER",
+    ),
     "load_in_4bit": ("adapter.PymoeConfig(load_in_4bit=True)", r"got \{'load_in_4bit': True\}: bits=4 gives 4 bits"),
     "bit": ("adapter.PymoeConfig(bit=4)", r"got \{'bit': 4\}: did you mean 'bits'\?"),
 }

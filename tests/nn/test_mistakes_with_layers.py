@@ -89,6 +89,10 @@ NAMES: Table = {
         "module 'pymoe.nn' has no attribute 'quantise_experts': did you mean 'quantize_experts'",
     ),
     "British spelling in pymoe": ("pymoe.quantise_linears", "it is pymoe.nn.quantize_linears$"),
+    "torch's nn, replaced": (
+        "from pymoe import *; nn.Linear(2, 2)",
+        "module 'pymoe.nn' has no attribute 'Linear': torch.nn has it; was nn replaced by `from pymoe import",
+    ),
     "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
 }
 USE: Table = {
@@ -96,6 +100,17 @@ USE: Table = {
         "moe.load_state_dict(MoE(16, 32, 8, 2).state_dict())",
         "the state is of a layer with num_experts=8 and hidden_size=16, this one has num_experts=4 and hidden_size=16: "
         "make the layer with the numbers of the state",
+    ),
+    "a state in few bits": (
+        """
+quantize_experts(packed := MoE(16, 32, 4, 2).eval(), bits=8)
+moe.load_state_dict(packed.state_dict())
+""",
+        r"Experts 'experts': the state holds weights in few bits, .*: call quantize_experts\(model, bits=...\) first",
+    ),
+    "dense layers with names of their own": (
+        "pymoe.nn.quantize_linears(nn.Sequential(nn.Linear(64, 64)).eval())",
+        "have names of transformers, got none; select=lambda name, layer: True takes all others",
     ),
     "nothing to update": ("update_expert_biases(moe)", r"build the layers with MoE\(\.\.\., bias_update_rate=0.001\)"),
     "quantised in training": ("quantize_experts(moe)", r"call model.eval\(\) first"),
