@@ -112,8 +112,8 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
         return value
     packages = ("nn", "ops", *_LAZY_PACKAGES, *_NEED_MORE)
-    homes = [home for package in packages if (home := sys.modules.get(f"pymoe.{package}")) is not None]
-    of_parts = {one: f"it is {home.__name__}.{one}" for home in reversed(homes) for one in getattr(home, "__all__", ())}
+    parts = [part for package in packages if (part := sys.modules.get(f"pymoe.{package}")) is not None]
+    of_parts = {one: f"it is {part.__name__}.{one}" for part in reversed(parts) for one in getattr(part, "__all__", ())}
     raise no_such_name(__name__, name, (*__all__, *_NEED_MORE), _OTHER_NAMES | of_parts)
 
 
