@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pymoe import nn, ops, reference
-from pymoe._common.names import suggestion
+from pymoe._common.names import no_such_name
 from pymoe._native import build_info
 from pymoe._torch_versions import warn_of_newer_torch
 from pymoe.nn import MoE
@@ -111,19 +111,10 @@ def __getattr__(name: str) -> Any:
         homes = (importlib.import_module(f"pymoe.{package}") for package in _LAZY_PACKAGES)
         value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
         return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_where(name)}")
-
-
-def _where(name: str) -> str:
-    """Return the end of an error message for a name that is elsewhere in the package, or nearly one that is here."""
-    if name.startswith("_"):  # asked for by tools, not by users
-        return ""
     packages = ("nn", "ops", *_LAZY_PACKAGES, *_NEED_MORE)
-    homes = (sys.modules.get(f"pymoe.{package}") for package in packages)
-    home = next((home for home in homes if name in getattr(home, "__all__", ())), None)
-    if home is not None:
-        return f": it is {home.__name__}.{name}"
-    return suggestion(name, (*__all__, *_NEED_MORE), _OTHER_NAMES)
+    parts = [part for package in packages if (part := sys.modules.get(f"pymoe.{package}")) is not None]
+    of_parts = {one: f"it is {part.__name__}.{one}" for part in reversed(parts) for one in getattr(part, "__all__", ())}
+    raise no_such_name(__name__, name, (*__all__, *_NEED_MORE), _OTHER_NAMES | of_parts)
 
 
 def __dir__() -> list[str]:

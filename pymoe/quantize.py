@@ -107,7 +107,10 @@ def convert(
     if file and not file.is_file():
         raise ValueError(f"expected a GGUF file, got {file}")
     if not (file or described):
-        raise ValueError(f"expected a folder with config.json, got {folder}")
+        hint = ""
+        if not folder.exists() and len(folder.parts) == 2:
+            hint = f"; if that is a name on the hub, get its files first: hf download {folder} --local-dir FOLDER"
+        raise ValueError(f"expected a folder with config.json, got {folder}{hint}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected {out} not to exist, or to be empty, got files")
     import transformers

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -77,7 +78,16 @@ class PyExecutor {
       return;
     }
     stop(*threads, Stop::kCancel);
-    raise(PyExc_RuntimeError, "Runtime.start: one of its pools is served by another Runtime, which was not shut down");
+    std::string taken = "one of its pools";  // one that was served a moment ago
+    for (py::handle pool : pools) {
+      const auto core = pool_of(pool.ptr(), "Runtime: a pool");
+      if (core->strand()->attached()) taken = "the pool '" + core->name() + "'";
+    }
+    raise(
+        PyExc_RuntimeError,
+        "Runtime.start: %s is served by another Runtime, which was not shut down: give all backends to one Runtime, or "
+        "shut the other down first",
+        taken.c_str());
   }
 
   void shutdown(bool drain) {

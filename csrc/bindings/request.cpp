@@ -118,9 +118,12 @@ void Signatures::check(const dlpack::Tensor* tensors, size_t count) const {
     const dlpack::Tensor& tensor = tensors[i];
     const std::vector<int64_t> row_shape(tensor.shape + 1, tensor.shape + tensor.ndim);
     if (row_shape != expected.row_shape) {
-      raise(PyExc_ValueError, "TaskPool '%s': tensor %zu: expected shape %s by the schema, got %s", pool, i,
+      const bool is_row =
+          std::equal(expected.row_shape.begin(), expected.row_shape.end(), tensor.shape, tensor.shape + tensor.ndim);
+      raise(PyExc_ValueError, "TaskPool '%s': tensor %zu: expected shape %s by the schema, got %s%s", pool, i,
             shown_shape(expected.row_shape.data(), expected.row_shape.size(), true).c_str(),
-            shown_shape(tensor.shape, static_cast<size_t>(tensor.ndim)).c_str());
+            shown_shape(tensor.shape, static_cast<size_t>(tensor.ndim)).c_str(),
+            is_row ? ": a BatchTensorProto has the shape of one row, without the number of rows" : "");
     }
     if (tensor.dtype != expected.dtype) {
       const auto name = [](dlpack::DataType dtype) {

@@ -70,7 +70,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     {
       std::unique_lock lock(strand_->mutex_);
       while (closed_ || queued_ >= options_.capacity) {
-        if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
+        if (closed_) throw StoppedError(closed_message());
         if (Sync::now() >= until) return false;
         strand_->refuse_on_runner();
         if (help != Help::kNo) {
@@ -100,7 +100,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   bool wait_for_room(Time until) {
     std::unique_lock lock(strand_->mutex_);
     while (closed_ || queued_ >= options_.capacity) {
-      if (closed_) throw StoppedError("TaskPool '" + name_ + "': submit after it was closed");
+      if (closed_) throw StoppedError(closed_message());
       if (Sync::now() >= until) return false;
       ++waiting_for_room_;
       room_.wait_until(lock, until);
@@ -352,6 +352,12 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     const auto callbacks = request.end(std::move(error));
     strand_->finished(1);
     for (const auto& callback : callbacks) callback();
+  }
+
+  std::string closed_message() const {
+    return "TaskPool '" + name_ +
+           "': submit after it was closed: its Runtime has been shut down, or has removed it; submit while one serves "
+           "it";
   }
 
   void cancel_all(const Requests& requests, const std::string& reason) {

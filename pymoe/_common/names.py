@@ -26,20 +26,22 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _
         name: the name that does not exist.
         known: the names that exist.
         elsewhere: names of other packages, each with the name in ``known`` that stands for it, or with a clause that
-            says what does.
+            says what does. A name that is nearly one of these, and like none in ``known``, is taken for it.
     """
     names = tuple(known)
-    meant = elsewhere.get(name, "")
+    near = _nearest(name, names)
+    misspelt = [] if near else _nearest(name, elsewhere, 0.85)
+    meant = elsewhere.get(misspelt[0] if misspelt else name, "")
     if " " in meant:
         return f": {meant}"
-    near = [meant] if meant in names else _nearest(name, names)
+    near = [meant] if meant in names else near
     return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def _nearest(name: str, names: Iterable[str]) -> list[str]:
+def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]:
     """Return at most three names that resemble ``name`` nearly as much as the nearest one does."""
     lower = {one.lower(): one for one in names}
-    near = difflib.get_close_matches(name.lower(), lower, 3, cutoff=0.65)
+    near = difflib.get_close_matches(name.lower(), lower, 3, cutoff)
     likeness = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
     return [lower[one] for one, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
 
@@ -49,6 +51,12 @@ def no_such_argument(owner: str, name: str, known: Iterable[str], elsewhere: Map
     names = tuple(known)
     hint = suggestion(name, names, elsewhere) or f": expected {', '.join(names)}"
     return TypeError(f"{owner}: there is no argument {name!r}{hint}")
+
+
+def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> AttributeError:
+    """Return the error for an attribute that ``module`` does not have; see :func:`suggestion` for the others."""
+    hint = "" if name.startswith("_") else suggestion(name, known, elsewhere)  # tools ask for the former, not users
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...]:

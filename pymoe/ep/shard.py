@@ -19,6 +19,7 @@ from pymoe.ep.call import ShardedLayer
 from pymoe.ep.clones import fewest_rows_that_pay
 from pymoe.ep.dispatcher import device_notes
 from pymoe.ep.experts import ShardedExperts
+from pymoe.ep.guards import watch_torch
 from pymoe.ep.layer import ShardedMoE
 from pymoe.ep.modules import hidden_size_of, is_quantized, modules_of, num_experts_of, sharded_class
 from pymoe.ep.redistribute import watch_optimizers
@@ -181,6 +182,7 @@ def shard(
     described |= {name: {"options": repr(one)} | _described_parameters(one) for name, (one, _) in modules.items()}
     assert_same_on_all_ranks("shard", mesh.get_group(), {"argument": options, "layer": described}, problem)
     watch_optimizers()
+    watch_torch()
     number = next_model_number(mesh.get_group())
     made: dict[int, nn.Parameter] = {}
 

@@ -3,6 +3,9 @@
 The path of a token: :meth:`MoE.forward` -> :class:`Router` -> dispatch -> :class:`Experts` -> combine.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
+from pymoe._common.names import no_such_name
 from pymoe.nn.apply_experts import apply_experts
 from pymoe.nn.expert_load import expert_load
 from pymoe.nn.experts import Experts, SharedExperts
@@ -39,3 +42,11 @@ __all__ = [
     "set_aux_loss_scale",
     "update_expert_biases",
 ]
+
+if not TYPE_CHECKING:  # checkers of types report names that do not exist
+
+    def __getattr__(name: str) -> NoReturn:
+        from torch import nn
+
+        torchs = {name: "torch.nn has it; was nn replaced by `from pymoe import *`?"} if hasattr(nn, name) else {}
+        raise no_such_name(__name__, name, __all__, torchs)

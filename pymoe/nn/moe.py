@@ -505,6 +505,11 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: x must have shape (..., H) with H = {self.hidden_size}, got {tuple(x.shape)}")
         if weight is None:
             return
+        if weight.is_meta and not x.is_meta:
+            raise ValueError(
+                f"MoE: the parameters must have values for x on {x.device}, got parameters on the meta device: call "
+                f"to_empty(device=...), then reset_parameters() or load_state_dict(...)"
+            )
         checks.same_device("MoE", "x", x, "the parameters", weight)
         if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
             raise TypeError(f"MoE: x must have the dtype of the parameters ({weight.dtype}), got {x.dtype}")

@@ -49,8 +49,15 @@ OTHER_NAMES = {
     "router_aux_loss_coef": "aux_loss_coef",
     "router_z_loss_coef": "z_loss_coef",
     "ep_size": "expert_parallel",
+    "use_residual": "num_shared_experts",
+    "expert": "ffn_size= and activation= describe the experts, which are feed-forward networks",
+    "eval_capacity_factor": "capacity_factor= holds in training and evaluation; None drops nothing",
+    "min_capacity": "capacity_factor= is the only limit of an expert; None drops nothing",
+    "drop_tokens": "capacity_factor=None, the default, drops nothing",
+    "use_rts": "an expert past its capacity_factor drops the last tokens; None drops nothing",
+    "noisy_gate_policy": "the router adds no noise; bias_update_rate= or aux_loss_coef= balance the experts",
 }
-"""Names of arguments in transformers, Megatron-LM and DeepSpeed, each with the name here."""
+"""Names of arguments in transformers, Megatron-LM and DeepSpeed, each with the name here or what stands for it."""
 
 _warned: set[str] = set()
 

@@ -350,7 +350,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
     if not found:
         raise ValueError(
             f"{place}: model must hold dense linear layers that are not quantised yet and have names of transformers, "
-            f"got none; select chooses others"
+            f"got none; select=lambda name, layer: True takes all others, or those that you choose"
         )
     for name, linear in found.items():
         _check_linear(name, linear)

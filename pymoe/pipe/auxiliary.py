@@ -30,6 +30,11 @@ def keeps_counts(layer: nn.Module) -> bool:
     return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 
+def has_capacity(layer: nn.Module) -> bool:
+    """Return whether the layer drops tokens of a call past a number that depends on the call's tokens."""
+    return isinstance(layer, MoE) and layer.capacity_factor is not None
+
+
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
     """Return a stage's ``function``, wrapped so that the auxiliary losses in ``module`` are weighted for the
     micro-batch that runs.

@@ -70,7 +70,14 @@ def with_loss(
         if uncounted and (now := micro_batch()) is not None and now.index in uncounted:
             return [_nothing(leaves), None]
         ends = {leaf.grad_fn for leaf in leaves}  # taken now, because the loss function may change them in place
-        loss = _checked(loss_fn(output, *given), loss_fn)
+        try:
+            loss = loss_fn(output, *given)
+        except TypeError as error:
+            if not given:
+                add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
+                add_note("the step was given no target: step(x, target=y, loss_fn=...) calls loss_fn(output, target)")
+            raise
+        loss = _checked(loss, loss_fn)
         return [loss, read_loss(loss, ends) if is_read else None]
 
     function: Callable[..., Sequence[Any]] = compute

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from pymoe._common.names import also_called, explain_arguments
+from pymoe._torch_private import BatchNormBase
 from pymoe._transforms import torch_func_is_active
 from pymoe.autograd.compiler_disable import compiler_disable
+from pymoe.pipe.auxiliary import has_capacity
 from pymoe.pipe.capture.errors import stack_level
+from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.engine import Engine, run_in_one_graph
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.step_state import recomputed
@@ -103,6 +106,7 @@ class Pipe(Inspection):
         balance: Sequence[int] | None = None,
         devices: Sequence[torch.device | str | int] | None = None,
     ) -> None:
+        _refuse_a_pipe("Pipe", module)
         super().__init__()
         self._choose(chunks, checkpoint)
         self._stand_on(SequentialModel(module, balance, devices, deferred_batch_norm))
@@ -200,6 +204,7 @@ class Pipe(Inspection):
         self.staged = staged
         self._engine = Engine()
         self._has_stepped = False
+        self._modes_seen: set[bool] = set()
         module = staged.module
         # The model's own dictionaries, so that all its names are found, and so are parts that replace others later.
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
@@ -231,6 +236,7 @@ class Pipe(Inspection):
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
+        self._look_at_layers(len(micro_batches.rows))
         pipeline = self.staged.pipeline
         if torch_func_is_active() or have_tangents((args, kwargs), self):
             outputs = run_in_one_graph(pipeline, micro_batches)
@@ -304,12 +310,18 @@ class Pipe(Inspection):
         has_target = target is not None
         chunks = self.chunks if chunks is None else _count("chunks", chunks)
         staged = self.staged
-        micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
+        try:
+            micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
+        except TypeError as error:
+            if has_target or len(inputs) < 2:
+                raise
+            raise TypeError(f"{error}; a step takes target= and loss_fn= by name") from error
         count = len(micro_batches.rows)
         weighed: list[Call] = [((values[-1],), {}) for values in micro_batches.values] if has_target else []
         if callable(reduction) and not has_target:
             weighed = staged.arguments(chunks, inputs, kwargs)
         weights = weigh(micro_batches, reduction, loss_fn if has_target else None, weighed)
+        self._look_at_layers(count)
         planned = self._engine.schedule(schedule, len(self), count)
         if not self._has_stepped:
             self._has_stepped = True
@@ -325,6 +337,11 @@ class Pipe(Inspection):
             staged.loss or 0,
             weights,
         )
+
+    def _look_at_layers(self, micro_batches: int) -> None:
+        if micro_batches > 1 and self.training not in self._modes_seen:
+            self._modes_seen.add(self.training)
+            warn_of_micro_batches(self.staged.module)
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:
@@ -389,6 +406,13 @@ def _count(name: str, number: int) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"Pipe: {name} must be a positive integer, got {number!r}")
     return number
+
+
+def _refuse_a_pipe(function: str, module: object) -> None:
+    if isinstance(module, Pipe):
+        raise TypeError(
+            f"{function}: the model must not be a Pipe, which is cut already: give the model it was made of"
+        )
 
 
 @explain_arguments(
@@ -488,8 +512,14 @@ def pipeline(
     """
     if split_spec is not None and split_policy is not None:
         raise ValueError("pipeline: split_spec or split_policy, not both")
+    if split_policy is not None and not callable(split_policy):
+        raise TypeError(
+            f"pipeline: split_policy must be a function of the captured graph, such as "
+            f"pymoe.pipe.split_into_equal_parameters(2) for two stages, got {split_policy!r}"
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"pipeline: the model must be an nn.Module, got {type(module).__name__}")
+    _refuse_a_pipe("pipeline", module)
     if not isinstance(mb_args, (tuple, list)):
         raise TypeError(
             f"pipeline: mb_args, the example of the model's arguments, must be a tuple, (x,) for a model that takes x; "
@@ -511,7 +541,33 @@ def pipeline(
     return Pipe.of(staged, chunks, checkpoint)
 
 
-# Warnings about steps that cannot gain from a pipeline.
+# Warnings about steps that cannot gain from a pipeline, and about results that are not the model's.
+
+
+def warn_of_micro_batches(model: nn.Module) -> None:
+    """Give a UserWarning, at the line of the user's code, for the first layer that mixes the rows of a call and has no
+    other rows than those of a micro-batch.
+    """
+    for name, layer in model.named_modules():
+        # A DeferredBatchNorm was asked for.
+        if isinstance(layer, BatchNormBase) and layer.training and not isinstance(layer, DeferredBatchNorm):
+            how = (
+                "normalises each micro-batch by itself",
+                "take LayerNorm or GroupNorm, or chunks=1; with deferred_batch_norm=True only the running statistics "
+                "are those of the mini-batch",
+            )
+        elif has_capacity(layer):
+            how = "drops tokens past the capacity of each micro-batch", "take capacity_factor=None, or chunks=1"
+        else:
+            continue
+        does, remedy = how
+        warnings.warn(
+            f"Pipe: {type(layer).__name__} {name!r} {does}, so outputs and gradients are not those of the whole "
+            f"mini-batch: {remedy}",
+            UserWarning,
+            stacklevel=stack_level(),
+        )
+        return
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:

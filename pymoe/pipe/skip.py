@@ -500,7 +500,7 @@ def verify_skippables(module: nn.Sequential) -> None:
             never stashed, or never popped.
     """
     faults: list[str] = []
-    stashed: set[Key] = set()
+    stashed: dict[Key, str] = {}
     popped: set[Key] = set()
     for name, layer in _skippables(module):
         for key in layer.poppable():
@@ -510,12 +510,15 @@ def verify_skippables(module: nn.Sequential) -> None:
         for key in layer.stashable():
             if key in stashed:
                 faults.append(f"'{name}' redeclared '{key[1]}' as stashable but not isolated by namespace")
-            stashed.add(key)
-    for key in sorted(stashed - popped, key=lambda key: key[1]):
-        faults.append(f"no module declared '{key[1]}' as poppable but stashed")
+            stashed.setdefault(key, name)
+    for key in sorted(stashed.keys() - popped, key=lambda key: key[1]):
+        faults.append(f"no module declared '{key[1]}' as poppable but stashed, by '{stashed[key]}'")
     if faults:
         lines = "\n".join(f"* {fault}" for fault in faults)
-        raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{lines}")
+        raise TypeError(
+            f"one or more pairs of stash and pop do not match: for each name that a layer stashes, a later one must be "
+            f"decorated with @skippable(pop=[name]):\n\n{lines}"
+        )
 
 
 def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:

@@ -264,10 +264,14 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
     return () if token is None else (("authorization", PREFIX + token),)
 
 
-def has_token(metadata: Any, token: str) -> bool:
-    """Return whether ``metadata`` carry the token, in a time that does not reveal how much of it is right."""
+def token_problem(metadata: Any, token: str) -> str:
+    """Return what is wrong with the token in ``metadata``, in a time that does not reveal how much of it is right; ""
+    if nothing is.
+    """
     given = ""
     for key, value in metadata or ():
         if key == "authorization" and isinstance(value, str):
             given = value
-    return hmac.compare_digest(given.encode(), (PREFIX + token).encode())
+    if hmac.compare_digest(given.encode(), (PREFIX + token).encode()):
+        return ""
+    return "and this is not it" if given else "got none: give connect() token=, or a command --token-file"

@@ -205,7 +205,14 @@ class ExpertServer:
             if self._server is not None:
                 return
             check_process()
-            self.runtime.start()
+            try:
+                self.runtime.start()
+            except RuntimeError as error:
+                if any(pool.served for pool in self.runtime.pools):
+                    raise RuntimeError(
+                        f"ExpertServer: {error}; a server starts a Runtime of its own: leave the other one out"
+                    ) from error
+                raise
             try:
                 with held_for_binding(self.address):
                     run(self._listen())

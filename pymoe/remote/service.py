@@ -28,11 +28,12 @@ from pymoe.remote.checkpoints import ExpertCheckpoints
 from pymoe.remote.encodings import check_encoding
 from pymoe.remote.errors import KIND_KEY, RemoteExpertError, ServerLost, WireError, to_status
 from pymoe.remote.journal import IN_PART, Applied, Journal
-from pymoe.remote.security import has_token
+from pymoe.remote.security import token_problem
 from pymoe.runtime import ExpertBackend, QueueFull, TaskPool
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_flatten
 from pymoe.runtime.numbered import numbered_backward_pool
+from pymoe.runtime.protocols import how
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
 MAX_WATCHES = 4096
@@ -146,7 +147,8 @@ class ExpertEntry:
 
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
         if not isinstance(backend, ExpertBackend):
-            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {type(backend).__name__}")
+            kind = type(backend).__name__
+            raise TypeError(f"ExpertServer: expected an ExpertBackend to serve, got {kind}{how(backend)}")
         if not wire.is_name(backend.name):
             raise ValueError(f"ExpertServer: a name has 1 to {wire.MAX_NAME} bytes, got {backend.name!r}")
         self.backend = backend
@@ -287,7 +289,6 @@ class Service(grpc.GenericRpcHandler):
             f"/{wire.SERVICE}/Drain": unary(self._answering(self._drain_and_save)),
         }
         self._health = unary(self._check_health)
-        self._refusal = unary(self._refuse)
 
     async def drain(self, grace: float) -> None:
         """Refuse further requests, end watches and idle streams, and wait for the requests under way.
@@ -318,17 +319,17 @@ class Service(grpc.GenericRpcHandler):
         """Return the handler of a call, before anything except its metadata is read."""
         if details.method == wire.HEALTH:
             return self._health
-        if self.token is not None and not has_token(details.invocation_metadata, self.token):
-            return self._refusal
+        if self.token is not None and (problem := token_problem(details.invocation_metadata, self.token)):
+            return grpc.stream_unary_rpc_method_handler(functools.partial(self._refuse, problem))
         return self._methods.get(details.method)
 
     async def _check_health(self, messages: Any, context: Any) -> bytes:
         # The message, which names a service, is not even read: the answer concerns the whole server.
         return wire.NOT_SERVING if self.draining else wire.SERVING
 
-    async def _refuse(self, messages: Any, context: Any) -> None:
+    async def _refuse(self, problem: str, messages: Any, context: Any) -> None:
         self.counts["unauthenticated"] += 1
-        await context.abort(*to_status(PermissionError("a token is needed, and this is not it")))
+        await context.abort(*to_status(PermissionError(f"a token is needed, {problem}")))
 
     def _answering(self, answer: Callable[[Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[Any]]:
         """Return a handler that turns exceptions of ``answer(context)`` into statuses."""

@@ -181,9 +181,9 @@ class ExpertBackend(nn.Module):
         except Exception as error:
             add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
             add_note(
-                f"ExpertBackend {self.name!r}: raised by the one call on zeros that finds out its outputs_schema. Does "
-                f"the expert take args_schema={self.args_schema!r}, kwargs_schema={self.kwargs_schema!r}? With an "
-                f"outputs_schema there is no such call"
+                f"ExpertBackend {self.name!r}: the expert raised this in a call on zeros with the shapes of "
+                f"args_schema={self.args_schema!r}, kwargs_schema={self.kwargs_schema!r}: a BatchTensorProto must have "
+                f"the shape of one row that the expert takes, without the number of rows"
             )
             raise
         self._expert_device = ExpertDevice(self.expert)  # a lazy expert has its parameters only now

@@ -164,7 +164,7 @@ class TaskPool(_runtime.TaskPool):
     @property
     def why_unserved(self) -> str:
         """Return a clause for error messages that says why the pool is not served."""
-        return "no Runtime serves the pool"
+        return "no Runtime serves the pool: start one with Runtime([backend])"
 
     @property
     def empty(self) -> bool:

@@ -25,6 +25,28 @@ adapter.enable(LlamaForCausalLM(LlamaConfig(**sizes)))
         "got Linear; known are AXK2MoE, ",
     ),
     "5 bits": ("adapter.PymoeConfig(bits=5)", "PymoeConfig: bits must be 8 or 4, got 5"),
+    "GPTQ": (
+        "adapter.PymoeConfig(format='gptq')",
+        "format must be 'int', 'mxfp', 'fp', 'affine', 'symmetric' or 'stored', got 'gptq': "
+        "format='stored' keeps the weights of such files as they are",
+    ),
+    "GGUF in capitals": ("adapter.PymoeConfig(format='GGUF')", "got 'GGUF': format='stored' keeps the weights of such"),
+    "NF4": ("adapter.PymoeConfig(format='nf4')", "got 'nf4': bits=4 gives 4 bits"),
+    "a function of another part": ("adapter.quantize_experts", "'quantize_experts': it is pymoe.nn.quantize_experts$"),
+    "British spelling": ("adapter.quantise_experts", "'quantise_experts': it is pymoe.nn.quantize_experts$"),
+    "a cache among the outputs of stages": (
+        """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+pipeline(model, (torch.randint(32, (2, 5)),), split_spec={"model.layers.1": SplitPoint.BEGINNING})
+""",
+        r"output\['past_key_values'\] is a DynamicCache, .*; give a model of transformers use_cache=False",
+    ),
+    "a name on the hub": (
+        "import sys, pymoe.quantize as q; q.main(['nobody/no-model', 'out'])",
+        "expected a folder with config.json, got nobody/no-model; .*: hf download nobody/no-model --local-dir FOLDER",
+    ),
     "load_in_4bit": ("adapter.PymoeConfig(load_in_4bit=True)", r"got \{'load_in_4bit': True\}: bits=4 gives 4 bits"),
     "bit": ("adapter.PymoeConfig(bit=4)", r"got \{'bit': 4\}: did you mean 'bits'\?"),
 }

@@ -156,7 +156,7 @@ FAULTS = [
     Fault(
         "the token is looked at after the message",
         SERVICE,
-        "return self._refusal",
+        "return grpc.stream_unary_rpc_method_handler(functools.partial(self._refuse, problem))",
         "return self._methods.get(details.method)",
         (SECURITY, "-k", "token"),
     ),

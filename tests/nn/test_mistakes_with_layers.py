@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from newcomer import Table, cases, check, read
 
@@ -16,6 +18,10 @@ VALUES: Table = {
     "bfloat16": ("moe(x.bfloat16())", r"x must have the dtype of the parameters \(torch.float32\), got torch.bfloat16"),
     "integers": ("moe(x.int())", "x must have dtype float32, float64, bfloat16 or float16, got torch.int32"),
     "numpy": ("moe(x.numpy())", "x must be a tensor, got ndarray"),
+    "a layer without values": (
+        "MoE(16, 32, 4, 2, device='meta')(x)",
+        r"got parameters on the meta device: call to_empty\(device=...\), then reset_parameters\(\)",
+    ),
     "meta": ("moe(x.to('meta'))", r"x must be on the device of the parameters \(cpu\), got meta"),
     "no experts for a token": ("MoE(16, 32, 4, 0)", r"top_k must be in 1..num_experts \(4\), got 0"),
     "more choices than experts": ("MoE(16, 32, 4, 5)", r"top_k must be in 1..num_experts \(4\), got 5"),
@@ -49,6 +55,23 @@ NAMES: Table = {
     ),
     "Megatron's name": ("MoE(16, 32, 4, moe_router_topk=2)", r"'moe_router_topk': did you mean 'top_k'\?"),
     "DeepSpeed's name": ("MoE(16, 32, num_experts=4, k=2)", r"'k': did you mean 'top_k'\?"),
+    "DeepSpeed's expert": (
+        "MoE(16, expert=nn.Linear(16, 16), num_experts=4, k=2)",
+        r"'expert': ffn_size= and activation= describe the experts",
+    ),
+    "DeepSpeed's use_residual": ("MoE(16, 32, 4, 2, use_residual=True)", r"did you mean 'num_shared_experts'\?"),
+    "DeepSpeed's eval_capacity_factor": (
+        "MoE(16, 32, 4, 2, eval_capacity_factor=2.0)",
+        "'eval_capacity_factor': capacity_factor= holds in training and evaluation",
+    ),
+    "DeepSpeed's min_capacity": ("MoE(16, 32, 4, 2, min_capacity=4)", "capacity_factor= is the only limit"),
+    "DeepSpeed's drop_tokens": ("MoE(16, 32, 4, 2, drop_tokens=False)", "capacity_factor=None, the default, drops no"),
+    "DeepSpeed's use_rts": ("MoE(16, 32, 4, 2, use_rts=True)", "an expert past its capacity_factor drops the last"),
+    "DeepSpeed's noisy_gate_policy": (
+        "MoE(16, 32, 4, 2, noisy_gate_policy='RSample')",
+        "the router adds no noise; bias_update_rate= or aux_loss_coef= balance the experts",
+    ),
+    "another library's name, misspelt": ("MoE(16, 32, 4, moe_routers_topk=2)", r"did you mean 'top_k'\?"),
     "a name like no other": (
         "MoE(16, 32, 4, 2, zzz=1)",
         "there is no argument 'zzz': expected hidden_size, ffn_size, ",
@@ -61,6 +84,15 @@ NAMES: Table = {
     "a name in pymoe": ("pymoe.piplines", "module 'pymoe' has no attribute 'piplines': did you mean 'pipeline'"),
     "hivemind's name": ("pymoe.ModuleBackend", "no attribute 'ModuleBackend': did you mean 'ExpertBackend'"),
     "torch's name": ("pymoe.ScheduleGPipe", "no attribute 'ScheduleGPipe': pymoe.pipeline cuts and runs a model"),
+    "British spelling": (
+        "pymoe.nn.quantise_experts",
+        "module 'pymoe.nn' has no attribute 'quantise_experts': did you mean 'quantize_experts'",
+    ),
+    "British spelling in pymoe": ("pymoe.quantise_linears", "it is pymoe.nn.quantize_linears$"),
+    "torch's nn, replaced": (
+        "from pymoe import *; nn.Linear(2, 2)",
+        "module 'pymoe.nn' has no attribute 'Linear': torch.nn has it; was nn replaced by `from pymoe import",
+    ),
     "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
 }
 USE: Table = {
@@ -68,6 +100,17 @@ USE: Table = {
         "moe.load_state_dict(MoE(16, 32, 8, 2).state_dict())",
         "the state is of a layer with num_experts=8 and hidden_size=16, this one has num_experts=4 and hidden_size=16: "
         "make the layer with the numbers of the state",
+    ),
+    "a state in few bits": (
+        """
+quantize_experts(packed := MoE(16, 32, 4, 2).eval(), bits=8)
+moe.load_state_dict(packed.state_dict())
+""",
+        r"Experts 'experts': the state holds weights in few bits, .*: call quantize_experts\(model, bits=...\) first",
+    ),
+    "dense layers with names of their own": (
+        "pymoe.nn.quantize_linears(nn.Sequential(nn.Linear(64, 64)).eval())",
+        "have names of transformers, got none; select=lambda name, layer: True takes all others",
     ),
     "nothing to update": ("update_expert_biases(moe)", r"build the layers with MoE\(\.\.\., bias_update_rate=0.001\)"),
     "quantised in training": ("quantize_experts(moe)", r"call model.eval\(\) first"),
@@ -110,7 +153,9 @@ def test_other_libraries_names_stand_for_arguments_that_exist() -> None:
     from pymoe.pipe.sequential import OTHER_NAMES_IN_STEP, STEP_OPTIONS
     from pymoe.runtime import ExpertBackend, backend
 
-    assert {*OTHER_NAMES.values()} <= {*keywords_of(MoE)}
+    assert {name for name in OTHER_NAMES.values() if " " not in name} <= {*keywords_of(MoE)}
+    sentences = " ".join(meant for meant in OTHER_NAMES.values() if " " in meant)
+    assert {*re.findall(r"(\w+)=", sentences)} <= {*keywords_of(MoE)}
     assert {*backend.OTHER_NAMES.values()} <= {*keywords_of(ExpertBackend)}
     assert {*OTHER_NAMES_IN_STEP.values()} <= {*STEP_OPTIONS} <= {*keywords_of(__import__("pymoe").Pipe.step)}
     assert {name for name in configuration.OTHER_NAMES.values() if " " not in name} <= {"bits"}

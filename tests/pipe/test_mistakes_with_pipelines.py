@@ -71,6 +71,12 @@ NAMES: Table = {
 }
 MODELS: Table = {
     "no Sequential": ("Pipe(Net())", r"must be an nn.Sequential, got Net: pymoe.pipeline\(model, example_args\)"),
+    "a pipe of a pipe": ("Pipe(pipe)", "Pipe: the model must not be a Pipe, which is cut already: give the model it"),
+    "a pipeline of a pipe": ("pipeline(pipe, (x,))", "pipeline: the model must not be a Pipe, which is cut already"),
+    "a number for a policy": (
+        "pipeline(Net(), (x,), split_policy=2)",
+        r"must be a function of the captured graph, such as pymoe.pipe.split_into_equal_parameters\(2\) .* got 2",
+    ),
     "another number of layers": ("Pipe(nn.Sequential(*layers), balance=[1, 1])", "for 2 layers, the model has 3"),
     "a branch on data": (
         "pipeline(Branch(), (x,), chunks=2)",
@@ -105,7 +111,8 @@ class Stasher(nn.Module):
 
 Pipe(nn.Sequential(Stasher(), nn.Linear(8, 8)))
 """,
-        "no module declared 'a' as poppable but stashed",
+        r"a later one must be decorated with @skippable\(pop=\[name\]\)"
+        ".*no module declared 'a' as poppable but stashed, by '0'",
     ),
 }
 STEPS: Table = {
@@ -116,6 +123,30 @@ STEPS: Table = {
     "a loss for each row": (
         "pipe.step(x, target=y, loss_fn=lambda a, b: (a - b).square().mean(1))",
         r"loss_fn must return a tensor with one element, got a tensor of shape \(2,\)",
+    ),
+    "a target and a loss by position": (
+        "pipe.step(x, y, F.mse_loss)",
+        "expected 1 input, got 3; a step takes target= and loss_fn= by name",
+    ),
+    "a target by position": (
+        "pipeline(Net(), (x,), chunks=2).step(x, y, loss_fn=F.mse_loss)",
+        "; a step takes target= and loss_fn= by name",
+    ),
+    "no target": (
+        "pipe.step(x, loss_fn=F.mse_loss)",
+        r"'target'.*the step was given no target: step\(x, target=y, loss_fn=...\)",
+    ),
+    "batch norm": (
+        "Pipe(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), chunks=2).step(x, target=y, loss_fn=F.mse_loss)",
+        "BatchNorm1d '1' normalises each micro-batch by itself, .*: take LayerNorm or GroupNorm, or chunks=1",
+    ),
+    "batch norm of a captured model": (
+        "pipeline(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), (x,), chunks=2)(x)",
+        "BatchNorm1d '1' normalises each micro-batch by itself",
+    ),
+    "capacity": (
+        "Pipe(nn.Sequential(MoE(8, 16, 4, 2, capacity_factor=1.0)), chunks=2)(x)",
+        "MoE '0' drops tokens past the capacity of each micro-batch, .*: take capacity_factor=None, or chunks=1",
     ),
     "no loss": ("pipe.step(x, target=y)", r"give step a loss_fn \(and a target\), or let the model return its loss"),
     "padding in a loss of one's own": (
@@ -151,6 +182,22 @@ moe(torch.randn(3, 16)).sum().backward()
 optimizer.step()
 """,
         "an optimizer must be made after pymoe.ep.shard",
+    ),
+    "torch's data parallelism": (
+        "nn.parallel.DistributedDataParallel(pymoe.ep.shard(MoE(16, 32, 4, 2), group))",
+        r"^TypeError: DistributedDataParallel: .* got 'experts.w_in': call pymoe.ep.data_parallel\(model, mesh\)",
+    ),
+    "an optimizer that mixes whole and spread parameters": (
+        """
+moe = pymoe.ep.shard(MoE(16, 32, 4, 2), group)
+moe(torch.randn(3, 16)).sum().backward()
+torch.optim.AdamW(moe.parameters(), foreach=True).step()
+""",
+        "^ValueError: AdamW: foreach must be False for experts that are spread over ranks .* got foreach=True",
+    ),
+    "the state of one rank in a whole model": (
+        "MoE(16, 32, 4, 2).load_state_dict(pymoe.ep.shard(MoE(16, 32, 4, 2), group).state_dict())",
+        "Experts 'experts': the state is of a model whose experts are spread over ranks, .*full_state_dict=True",
     ),
     "num_chunks": ("pymoe.ep.shard(MoE(16, 32, 4, 2), group, num_chunks=2)", r"shard: .*did you mean 'chunks'\?"),
     "ep_group": ("pymoe.ep.shard(MoE(16, 32, 4, 2), ep_group=group)", r"'ep_group': did you mean 'mesh'\?"),

@@ -37,6 +37,17 @@ ExpertClient(there, timeout=9)(torch.randn(1, 8))
 """,
         "^ServerLost: .*nothing listens there: is the server running",
     ),
+    "a backend that a Runtime serves": (
+        """
+with Runtime([b]):
+    ExpertServer([b]).start()
+""",
+        "^RuntimeError: ExpertServer: .*'b_\w+' is served by another .*; a server starts a Runtime of its own",
+    ),
+    "a module for a server": (
+        "ExpertServer([nn.Linear(8, 8)])",
+        r"expected an ExpertBackend to serve, got Linear: make a backend of the module with ExpertBackend\(",
+    ),
     "no port": ("connect('127.0.0.1')", "expected HOST:PORT with a port from 1 to 65535, .* got '127.0.0.1'"),
     "a URL": ("connect('http://127.0.0.1:7000')", "expected HOST:PORT .* got 'http://127.0.0.1:7000'"),
     "a server without a port": ("ExpertServer([b], 'localhost')", "expected HOST:PORT .* got 'localhost'"),
@@ -83,6 +94,13 @@ with ExpertServer([b], token="right") as server:
     connect(server.address, token="wrong", timeout=9)
 """,
         "^PermissionError: .*a token is needed, and this is not it",
+    ),
+    "no token": (
+        """
+with ExpertServer([b], token="right") as server:
+    connect(server.address, timeout=9)
+""",
+        r"^PermissionError: .*a token is needed, got none: give connect\(\) token=, or a command --token-file",
     ),
     "no TLS where it is needed": (
         """
@@ -158,7 +176,7 @@ COMMANDS: Table = {
     "an option of simulate": ("simulate.main(['simulate', '--rank', '2'])", r"--rank 2: did you mean '--ranks'\?"),
     "sizes without a model": (
         "simulate.main(['simulate', '--experts', '4', '--choices', '8'])",
-        "expected --model, or all of --hidden, --ffn, --experts, --choices, got no --hidden, --ffn",
+        "expected --model, or all of --hidden, --ffn, --experts, --choices, got no --hidden, --ffn: --model qwen3-30b",
     ),
     "loads of another kind": (
         "simulate.main(['simulate', '--load', __import__('pymoe').__file__])",

@@ -149,7 +149,10 @@ def test_a_client_without_a_timeout_says_that_nobody_serves_it(
         assert torch.equal(client(torch.ones(3, 4)), torch.ones(3, 4))
         assert torch.equal(client(torch.ones(3, 4)), torch.ones(3, 4))
     runtime.shutdown()
-    assert said == ["RuntimeWarning: expert_forward: a client waits for an answer, but no Runtime serves the pool"]
+    (warned,) = said
+    assert warned.startswith(
+        "RuntimeWarning: expert_forward: a client waits for an answer, but no Runtime serves the pool"
+    )
 
 
 def test_a_pool_knows_whether_it_is_served() -> None:

@@ -55,6 +55,7 @@ NAMES: Table = {
     "workers of a runtime": ("Runtime([b], workers=2)", r"'workers': did you mean 'num_workers'\?"),
     "k of a mixture": ("MixtureOfExpertBackends([b], k=1)", r"'k': did you mean 'top_k'\?"),
 }
+START = r"no Runtime serves the pool: start one with Runtime\(\[backend\]\)"
 UNSERVED: Table = {
     "a result with a time limit": (
         "b.forward_pool.submit_task(row).result(timeout=0.1)",
@@ -64,11 +65,11 @@ UNSERVED: Table = {
         "for_ever(b.forward_pool.submit_task(row).result)",
         r"no Runtime serves the pool: start one with Runtime\(\[pool\]\)",
     ),
-    "a client with a time limit": ("ExpertClient(b, timeout=0.1)(row)", "no Runtime serves the pool"),
-    "a client without one": ("for_ever(lambda: ExpertClient(b)(row))", "b_forward: .* no Runtime serves the pool"),
+    "a client with a time limit": ("ExpertClient(b, timeout=0.1)(row)", START),
+    "a client without one": ("for_ever(lambda: ExpertClient(b)(row))", f"b_forward: .*{START}"),
     "a mixture": (
         "MixtureOfExpertBackends([b, backend('c')], top_k=2, forward_timeout=0.2)(row)",
-        "1 of 1 rows got fewer than 1 answers .*no Runtime serves the pool",
+        f"1 of 1 rows got fewer than 1 answers .*{START}",
     ),
 }
 REQUESTS: Table = {
@@ -78,10 +79,21 @@ REQUESTS: Table = {
     ),
     "another dtype": ("served.forward_pool.submit_task(row.double())", "expected dtype float32 .* got float64"),
     "no rows": ("served.forward_pool.submit_task(row[0])", r"expected shape \(rows, 8\) by the schema, got \(8,\)"),
+    "rows in the schema": (
+        """
+rows = ExpertBackend("rows", nn.Linear(8, 8), args_schema=[BatchTensorProto(32, 8)])
+rows.forward_pool.submit_task(torch.randn(32, 8))
+""",
+        r"expected shape \(rows, 32, 8\) .* got \(32, 8\): a BatchTensorProto has the shape of one row",
+    ),
     "two tensors": ("served.forward_pool.submit_task(row, row)", "schema expects 1 tensors, got 2"),
     "a list": ("served.forward_pool.submit_task([1.0] * 8)", "argument 0 must be a tensor, got list"),
     "numpy": ("served.forward_pool.submit_task(row.numpy())", "argument 0 must be a tensor, got numpy.ndarray"),
-    "after the end": ("runtime.shutdown(); served.forward_pool(row)", "'served_forward': submit after it was closed"),
+    "after the end": (
+        "runtime.shutdown(); served.forward_pool(row)",
+        "'served_forward': submit after it was closed: its "
+        "Runtime has been shut down, or has removed it; submit while one serves it",
+    ),
 }
 BACKENDS: Table = {
     "no schema": ("ExpertBackend('b', nn.Linear(8, 8))", r"e\.g\. args_schema=\(BatchTensorProto\(64\),\)"),
@@ -91,7 +103,7 @@ BACKENDS: Table = {
     ),
     "a schema of another size": (
         "ExpertBackend('b', nn.Linear(8, 8), args_schema=[BatchTensorProto(9)])",
-        r"call on zeros .*Does the expert take args_schema=\(BatchTensorProto\(9",
+        r"call on zeros .*args_schema=\(BatchTensorProto\(9.*: a BatchTensorProto must have the shape of one row",
     ),
     "another module's optimizer": (
         "ExpertBackend('b', nn.Linear(8, 8), torch.optim.SGD(nn.Linear(8, 8).parameters(), 0.1), "
@@ -106,7 +118,10 @@ BACKENDS: Table = {
         "torch.optim.SGD(ExpertClient(served).parameters(), 0.1)",
         "ExpertClient 'served' has no parameters: the server updates the expert",
     ),
-    "two runtimes": ("Runtime([served]).start()", "served by another Runtime, which was not shut down"),
+    "two runtimes": (
+        "Runtime([served]).start()",
+        r"the pool 'served_\w+' is served by another Runtime, .*: give all backends to one Runtime",
+    ),
     "a module for a client": (
         "ExpertClient(nn.Linear(8, 8))",
         r"expected a backend, .* make a backend of the module with ExpertBackend\(name, module, opt",

@@ -104,7 +104,9 @@ def block_of(options: argparse.Namespace) -> Block:
     if len(missing) == len(OWN):
         return replace(PRESETS["qwen3-30b-a3b"], **given)
     if missing:
-        raise ValueError(f"expected --model, or all of {_flags(OWN)}, got no {_flags(missing)}")
+        raise ValueError(
+            f"expected --model, or all of {_flags(OWN)}, got no {_flags(missing)}: --model qwen3-30b-a3b has the rest"
+        )
     return Block("own numbers", **given)
 
 

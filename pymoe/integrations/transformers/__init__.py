@@ -14,6 +14,8 @@ this raises :class:`ImportError` if transformers is missing or older.
 
 from typing import TYPE_CHECKING, Any
 
+from pymoe import nn
+from pymoe._common.names import no_such_name
 from pymoe.integrations.transformers import outside, peft_layers, quantized, quantizer, replayed, sharded
 from pymoe.integrations.transformers.biases import add_expert_biases
 from pymoe.integrations.transformers.checkpoints import from_transformers, to_transformers
@@ -47,7 +49,7 @@ def __getattr__(name: str) -> Any:
         from pymoe.integrations.transformers.load_callback import LoadCallback
 
         return LoadCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name, __all__, {one: f"it is pymoe.nn.{one}" for one in nn.__all__})
 
 
 register(experts_forward)

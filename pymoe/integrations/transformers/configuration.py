@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pymoe._common.contracts import check_format
 from pymoe._common.names import suggestion
-from pymoe._common.types import WeightFormat
+from pymoe._common.types import FORMATS, WeightFormat
 from pymoe.integrations.transformers import affine_files, fp8_files, gguf_files, interface, mxfp4_files
 from pymoe.integrations.transformers.stored_format import AS_STORED, StoredFormat
 from pymoe.nn.quantized_files import FORMAT, OLD_INT4, is_read
@@ -23,6 +23,13 @@ STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
 
 OTHER_NAMES = {"load_in_4bit": "bits=4 gives 4 bits", "load_in_8bit": "bits=8 gives 8 bits", "w_bit": "bits"}
 """Options of other quantisers, each with what stands for it here."""
+
+OTHER_FORMATS = {
+    **dict.fromkeys((*STORED, "gguf"), f"format={AS_STORED!r} keeps the weights of such files as they are"),
+    "int8": "bits=8 gives integers of 8 bits",
+    **dict.fromkeys(("int4", "nf4", "fp4"), "bits=4 gives 4 bits"),
+}
+"""Formats and methods of other quantisers, each with what stands for it here."""
 
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -105,6 +112,11 @@ class PymoeConfig(QuantizationConfigMixin):
         **other: Any,
     ) -> None:
         bits = 8 if bits is None and format != AS_STORED else bits
+        formats = (*dict.fromkeys(name for name, _ in FORMATS), AS_STORED)
+        if isinstance(format, str) and format not in formats:
+            *first, last = map(repr, formats)
+            hint = suggestion(format, formats, OTHER_FORMATS)
+            raise ValueError(f"PymoeConfig: format must be {', '.join(first)} or {last}, got {format!r}{hint}")
         if not is_read(version, (format, bits), ("int", linear_bits)):
             problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
             raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")

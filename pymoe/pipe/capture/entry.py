@@ -102,8 +102,10 @@ class ModelRun:
         paths, self.spec = pytree.tree_flatten_with_path(result)
         for path, leaf in paths:
             if not isinstance(leaf, (*COMPUTED_TYPES, *CONSTANTS)):
+                kind = type(leaf).__name__
+                hint = "; give a model of transformers use_cache=False" if kind.endswith("Cache") else ""
                 raise Stopped(
-                    CaptureError(f"its output{pytree.keystr(path)} is a {type(leaf).__name__}, expected {PYTREE_HINT}")
+                    CaptureError(f"its output{pytree.keystr(path)} is a {kind}, expected {PYTREE_HINT}{hint}")
                 )
         self.leaves = [Computed if isinstance(leaf, COMPUTED_TYPES) else leaf for _, leaf in paths]
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
