@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError, OverflowError) as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # a wrong value needs no name of a class
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # a wrong value needs no class
         print(printable(f"{PROGRAM} {options.command}: {kind}{error}"), file=sys.stderr)
         return 1
 
