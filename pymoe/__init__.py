@@ -20,14 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pymoe import nn, ops, reference
+from pymoe import nn as nn  # exported, though not in __all__
+from pymoe import ops as ops
+from pymoe import reference as reference
 from pymoe._common.names import no_such_name
 from pymoe._native import build_info
 from pymoe._torch_versions import warn_of_newer_torch
 from pymoe.nn import MoE
 
 if TYPE_CHECKING:
-    from pymoe import ep, mixture, parallel, pipe, runtime
+    from pymoe import ep as ep
+    from pymoe import mixture as mixture
+    from pymoe import parallel as parallel
+    from pymoe import pipe as pipe
+    from pymoe import runtime as runtime
     from pymoe.mixture import MixtureOfExpertBackends
     from pymoe.parallel import (
         map_with_parallel_backward,
@@ -70,22 +76,14 @@ __all__ = [
     "TrivialLossWrapper",
     "annotate_split_points",
     "build_info",
-    "ep",
     "map_with_parallel_backward",
-    "mixture",
-    "nn",
-    "ops",
-    "parallel",
-    "pipe",
     "pipe_split",
     "pipeline",
-    "reference",
     "run_in_background",
     "run_isolated_backward",
     "run_isolated_forward",
-    "runtime",
 ]
-
+"""What ``from pymoe import *`` imports: no package, because ``nn`` would replace torch's."""
 
 _LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
 _NEED_MORE = ("remote", "integrations")
@@ -111,11 +109,11 @@ def __getattr__(name: str) -> Any:
         homes = (importlib.import_module(f"pymoe.{package}") for package in _LAZY_PACKAGES)
         value = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
         return value
-    packages = ("nn", "ops", *_LAZY_PACKAGES, *_NEED_MORE)
+    packages = ("nn", "ops", "reference", *_LAZY_PACKAGES, *_NEED_MORE)
     parts = [part for package in packages if (part := sys.modules.get(f"pymoe.{package}")) is not None]
     of_parts = {one: f"it is {part.__name__}.{one}" for part in reversed(parts) for one in getattr(part, "__all__", ())}
-    raise no_such_name(__name__, name, (*__all__, *_NEED_MORE), _OTHER_NAMES | of_parts)
+    raise no_such_name(__name__, name, (*__all__, *packages), _OTHER_NAMES | of_parts)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LAZY_PACKAGES})

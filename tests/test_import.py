@@ -79,3 +79,27 @@ def test_packages_that_need_more_are_there_by_their_names():
     """``pymoe.remote`` raised an AttributeError until it had been imported explicitly."""
     words = "import pymoe; pymoe.remote.connect, pymoe.integrations; assert 'remote' not in pymoe.__all__"
     subprocess.run([sys.executable, "-c", words], cwd=Path(pymoe.__file__).parents[1], check=True)
+
+
+STAR = """
+from torch import nn
+import torch
+from pymoe import *
+import pymoe
+assert nn is torch.nn
+assert (MoE, Pipe, pipeline) == (pymoe.nn.MoE, pymoe.pipe.Pipe, pymoe.pipe.pipeline)
+assert not {"ops", "reference", "runtime", "parallel", "mixture", "pipe", "ep"} & set(globals())
+"""
+
+
+def test_a_star_import_leaves_torchs_nn_alone():
+    """``from pymoe import *`` replaced the ``nn`` of ``from torch import nn`` by ``pymoe.nn``, which has no Linear."""
+    subprocess.run([sys.executable, "-c", STAR], cwd=Path(pymoe.__file__).parents[1], check=True)
+
+
+@pytest.mark.parametrize("package", ["nn", "ops", "reference", "runtime", "parallel", "mixture", "pipe", "ep"])
+def test_packages_are_attributes_and_are_listed(package):
+    assert getattr(pymoe, package).__name__ == f"pymoe.{package}"
+    assert package in dir(pymoe)
+    with pytest.raises(AttributeError, match=f"did you mean '{package}'"):
+        getattr(pymoe, f"{package}s")

@@ -1,9 +1,10 @@
-"""A parser of command lines whose errors name what was meant."""
+"""A parser of command lines whose errors name what was meant, and types of its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pymoe._common.names import suggestion
@@ -30,3 +31,15 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message)
         super().error(message + (suggestion(choice[1], re.findall(r"[\w.+-]+", choice[2])) if choice else ""))
+
+
+def file_to_write(argument: str) -> Path:
+    """Return the path of a file that a command will write, so that a wrong one is refused before the command's work.
+
+    Raise ArgumentTypeError if it is a folder, or if its folder does not exist.
+    """
+    path = Path(argument)
+    if path.is_dir() or not path.parent.is_dir():
+        got = "which is a folder" if path.is_dir() else f"but there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {argument}, {got}")
+    return path

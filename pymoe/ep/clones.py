@@ -85,11 +85,11 @@ def _hosts_and_quotas(
     clones_left = [clones] * ranks
     mean = -(-sum(rows) // ranks)
     while True:
-        fullest = max(range(ranks), key=lambda rank: (filled[rank], -rank))
+        fullest = max(range(ranks), key=filled.__getitem__)  # of equal ranks max and min take the first
         free = [rank for rank in range(ranks) if clones_left[rank] and rank != fullest]
         if not free:
             break
-        to = min(free, key=lambda rank: (filled[rank], rank))
+        to = min(free, key=filled.__getitem__)
         most = min(filled[fullest] - mean, mean - filled[to])
         candidates = [(min(at[fullest], most), -e) for e, at in enumerate(held) if fullest in at and to not in at]
         moved, expert = max(candidates, default=(0, 0))

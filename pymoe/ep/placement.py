@@ -170,7 +170,13 @@ def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[
         hosts: (E,), the ranks that compute each expert.
         quotas: for every expert the rows of each host; they sum to the rows of the expert.
     """
-    return Shares(tuple(map(tuple, hosts)), torch.tensor(divide_rows(counts.tolist(), hosts, quotas)))
+    rows = torch.zeros(*counts.shape, max(map(len, hosts)), dtype=torch.int64)
+    rows[:, :, 0] = counts
+    for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):
+        if len(its_hosts) > 1:
+            given = _fill(counts[:, expert].tolist(), its_hosts, its_quotas, rows.shape[2])
+            rows[:, expert] = torch.tensor(given)
+    return Shares(tuple(map(tuple, hosts)), rows)
 
 
 def divide_rows(
@@ -228,9 +234,11 @@ def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width
 
     for place, rank in enumerate(hosts):
         give(rank, place)
+    place = 0  # the first host with an open quota; hosts before it get no more rows
     for source in range(len(sources)):
-        for place in range(len(hosts)):
+        while left[source]:
             give(source, place)
+            place += not open_quotas[place]
     return given
 
 

@@ -48,5 +48,5 @@ if not TYPE_CHECKING:  # checkers of types report names that do not exist
     def __getattr__(name: str) -> NoReturn:
         from torch import nn
 
-        torchs = {name: "torch.nn has it; was nn replaced by `from pymoe import *`?"} if hasattr(nn, name) else {}
+        torchs = {name: "torch.nn has it; this nn is pymoe's"} if hasattr(nn, name) else {}
         raise no_such_name(__name__, name, __all__, torchs)

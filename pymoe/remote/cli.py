@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError, OverflowError) as error:
-        print(printable(f"{PROGRAM} {options.command}: {type(error).__name__}: {error}"), file=sys.stderr)
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # a wrong value needs no class
+        print(printable(f"{PROGRAM} {options.command}: {kind}{error}"), file=sys.stderr)
         return 1
 
 
@@ -99,7 +100,7 @@ def serve(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    check_address("serve: --listen", options.listen)
+    check_address("--listen", options.listen)
     make = function_of(options.factory)
     _say(f"making the experts of {options.factory}")
     backends = made_by(make, options.factory)

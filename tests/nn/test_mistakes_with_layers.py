@@ -90,8 +90,8 @@ NAMES: Table = {
     ),
     "British spelling in pymoe": ("pymoe.quantise_linears", "it is pymoe.nn.quantize_linears$"),
     "torch's nn, replaced": (
-        "from pymoe import *; nn.Linear(2, 2)",
-        "module 'pymoe.nn' has no attribute 'Linear': torch.nn has it; was nn replaced by `from pymoe import",
+        "from pymoe import nn; nn.Linear(2, 2)",
+        "module 'pymoe.nn' has no attribute 'Linear': torch.nn has it; this nn is pymoe's",
     ),
     "a name of a part": ("pymoe.Router", "module 'pymoe' has no attribute 'Router': it is pymoe.nn.Router"),
 }

@@ -77,6 +77,18 @@ def test_a_picture_without_matplotlib_says_what_to_install(tmp_path, monkeypatch
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(absent, tmp_path, capsys):
+    """The command printed all plans first, and then "No such file or directory"."""
+    with pytest.raises(SystemExit) as ended:
+        main(["1f1b", "--png", str(tmp_path / "absent/x.png" if absent else tmp_path)])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "argument --png: expected a file in a folder that exists, got " in err
+    assert ("but there is no folder" if absent else "which is a folder") in err
+
+
 def test_the_command_prints_plans_and_numbers(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"

@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from pymoe._common.command_line import CommandLine
+from pymoe._common.command_line import CommandLine, file_to_write
 from pymoe.ep.simulate.block import DTYPES, PRESETS, Block
 from pymoe.ep.simulate.loads import load_of
 from pymoe.ep.simulate.report import text
@@ -80,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     named = "uniform, zipf:EXPONENT, or a recorded file (default: uniform)"
     load.add_argument("--load", default="uniform", metavar="LOAD", help=named)
     load.add_argument("--seed", type=int, default=0, metavar="N", help="of a load that is drawn (default: 0)")
-    own.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    own.add_argument("--json", type=file_to_write, metavar="FILE", help="write all figures to FILE")
     return top
 
 

@@ -7,9 +7,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from pymoe._common.command_line import CommandLine
+from pymoe._common.command_line import CommandLine, file_to_write
 from pymoe.pipe.schedules import Times, build, names, options, png, simulate, text
 from pymoe.pipe.schedules.record import Record
 
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--times", type=times, default=Times(), metavar="F,I,W", help="of a stage (default: 1,1,1); B takes I + W"
     )
     top.add_argument("--communication", type=float, default=0.0, metavar="T", help="between workers (default: 0)")
-    top.add_argument("--png", type=Path, metavar="FILE", help="draw into FILE (needs matplotlib)")
+    top.add_argument("--png", type=file_to_write, metavar="FILE", help="draw into FILE (needs matplotlib)")
     top.add_argument("--width", type=int, metavar="COLUMNS", help="of the text (default: the terminal's)")
     return top
 

@@ -102,7 +102,15 @@ def test_wrong_numbers_are_refused_in_one_line(words, message, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["simulate", "--chunks", "1;2"], ["simulate", "--model", "gpt-5"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["simulate", "--chunks", "1;2"],
+        ["simulate", "--model", "gpt-5"],
+        ["simulate", "--json", "absent/costs.json"],
+    ],
+)
 def test_wrong_words_are_refused(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
