@@ -130,7 +130,7 @@ def usual_steps(level: str) -> list[Step]:
 
 
 def deep_steps(level: str) -> list[Step]:
-    """Return the steps that find rare faults: sanitizers, planted faults, PTX, machine code, all cases of grids."""
+    """Return the steps that find rare faults: sanitizers, planted faults, aarch64, PTX, all cases of grids."""
     cases = [f"--level={level}"] if level == "exhaustive" else []
     return [
         *([python_step(level)] if level == "deep" else []),
@@ -146,6 +146,11 @@ def deep_steps(level: str) -> list[Step]:
         ),
         cpp_step("thread", "C++ tests under ThreadSanitizer, planted races included", "thread"),
         cpp_step("address", "C++ tests under AddressSanitizer and UBSan, planted errors included", "address"),
+        Step(
+            "aarch64",
+            "C++ tests for aarch64, run by an emulator; bits compared with those of this processor",
+            [[PYTHON, "tests/aarch64/check.py"]],
+        ),
         Step(
             "cuda-mutants",
             "faults planted in the CUDA kernels, one by one: the emulated tests must notice",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a bare Debian or Ubuntu lacks: `build` for a compiler and the parts of Python that those systems package apart,
-# `test` for cmake and doctest as well. Says what is missing and the command that installs it; installs it where
-# INSTALL_SYSTEM_PACKAGES=1 and there is the right to. Does nothing where all is there, wherever it came from. PYTHON
-# names the interpreter.
+# `test` for cmake and doctest as well, `aarch64` for a compiler and an emulator of that architecture. Says what is
+# missing and the command that installs it; installs it where INSTALL_SYSTEM_PACKAGES=1 and there is the right to. Does
+# nothing where all is there, wherever it came from. PYTHON names the interpreter.
 set -euo pipefail
 purpose=${1:-test}
 python=${PYTHON:-python3}
@@ -21,6 +21,10 @@ fi
 if [[ $purpose == test ]]; then
   command -v cmake >/dev/null || missing+=(cmake)
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1 || missing+=(doctest-dev)
+fi
+if [[ $purpose == aarch64 ]]; then
+  command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
+  command -v qemu-aarch64-static >/dev/null || missing+=(qemu-user-static)
 fi
 ((${#missing[@]})) || exit 0
 

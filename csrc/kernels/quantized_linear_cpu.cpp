@@ -13,6 +13,7 @@
 
 #define PYMOE_ISA_BODY "kernels/quantized_linear_cpu_body.h"
 #define PYMOE_ISA_BF16
+#define PYMOE_ISA_DOTPROD
 #include "kernels/cpu/for_each_isa.h"
 
 namespace pymoe::cpu {
@@ -39,6 +40,13 @@ void with_subnormals(const F& f) {
   if ((before & kFlush) != 0) _mm_setcsr(before & ~kFlush);
   f();
   if ((before & kFlush) != 0) _mm_setcsr(before);
+#elif PYMOE_NEON
+  constexpr uint64_t kFlush = (1u << 24) | 1u;  // of results and operands (FZ), or of operands (FIZ)
+  uint64_t before;
+  asm volatile("mrs %0, fpcr" : "=r"(before));
+  if ((before & kFlush) != 0) asm volatile("msr fpcr, %0" ::"r"(before & ~kFlush));
+  f();
+  if ((before & kFlush) != 0) asm volatile("msr fpcr, %0" ::"r"(before));
 #else
   f();
 #endif
@@ -47,7 +55,7 @@ void with_subnormals(const F& f) {
 template <WeightFormat kFormat, typename T>
 void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                               int64_t row_stride, int64_t count) {
-  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fused<kFormat, T>);
+  const auto multiply = PYMOE_SELECT_ISA_OF_BYTES(multiply_tile_fused<kFormat, T>);
   with_subnormals([&] { multiply(tile, inputs, x, bias, out, row_stride, count); });
 }
 
@@ -64,11 +72,11 @@ class Ways {
 
   static Way<T> by_vectors() {
     if constexpr (is_fused(kFormat)) {
-      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), &multiply_with_subnormals<kFormat, T>, kWidenedBytes,
+      return {PYMOE_SELECT_ISA_OF_BYTES(widen_block<T>), &multiply_with_subnormals<kFormat, T>, kWidenedBytes,
               int64_t{3} << 19};
     } else {
-      return {PYMOE_SELECT_ISA_UP_TO_BF16(round_block<Integers::kForVectors, T>),
-              PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
+      return {PYMOE_SELECT_ISA_OF_BYTES(round_block<Integers::kForVectors, T>),
+              PYMOE_SELECT_ISA_OF_BYTES(multiply_tile<kFormat, T>), kRoundedBytes, int64_t{3} << 19};
     }
   }
 
@@ -183,7 +191,7 @@ int64_t inputs_together(int64_t inputs, int64_t input_bytes, int64_t experts) {
 
 template <typename T, WeightFormat kFormat>
 void input_grad(const QuantizedInputGradArguments& a) {
-  const auto decode = PYMOE_SELECT_ISA_UP_TO_BF16(decode_inputs<kFormat, T>);
+  const auto decode = PYMOE_SELECT_ISA_OF_BYTES(decode_inputs<kFormat, T>);
   const auto gemm = chosen_gemm<T>();
   const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
   std::vector<int64_t> busy;  // experts with rows

@@ -2,14 +2,15 @@
 // purpose).
 //
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
-// processor multiplies bytes (AVX512_VNNI), an activation is two signed bytes, 256 * high + low, which are multiplied
-// one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in pairs. Many
-// rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine
-// and symmetric formats are multiplied in quantized_linear_fused.h, and the gradient decodes weights in
+// processor multiplies bytes (AVX512_VNNI, FEAT_DotProd), an activation is two signed bytes, 256 * high + low, which
+// are multiplied one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in
+// pairs. Many rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the
+// affine and symmetric formats are multiplied in quantized_linear_fused.h, and the gradient decodes weights in
 // quantized_linear_decode.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
+inline constexpr bool kMultipliesBytes = PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD;
 inline constexpr int kTileVectorsOfOutputs = static_cast<int>(kQuantizedTile) / kLanes<float>;
 
 PYMOE_INLINE vfloat to_float(vint32 value) { return __builtin_convertvector(value, vfloat); }
@@ -50,17 +51,18 @@ PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 #else
 template <Integers kIntegers>
 PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
+  constexpr bool kBytes = kIntegers == Integers::kForTiles8 || (kIntegers == Integers::kForVectors && kMultipliesBytes);
   constexpr int kOrder[4] = {0, 2, 1, 3};  // widened codes come in even and odd pairs
   for (int64_t quad = 0; quad < kRoundedInputs; quad += 4) {
     for (int64_t i = 0; i < 4; ++i) {
-      const int32_t integer = integers[quad + (kIntegers == Integers::kForTiles8 ? i : kOrder[i])];
+      const int32_t integer = integers[quad + (kBytes ? i : kOrder[i])];
       const auto low = static_cast<int8_t>(integer);
-      if constexpr (kIntegers == Integers::kForVectors) {
-        const auto both = static_cast<int16_t>(integer);
-        memcpy(codes + 2 * (quad + i), &both, sizeof(both));
-      } else if constexpr (kIntegers == Integers::kForTiles8) {
+      if constexpr (kBytes) {
         codes[quad + i] = static_cast<int8_t>((integer - low) >> 8);
         codes[kRoundedInputs + quad + i] = low;
+      } else if constexpr (kIntegers == Integers::kForVectors) {
+        const auto both = static_cast<int16_t>(integer);
+        memcpy(codes + 2 * (quad + i), &both, sizeof(both));
       } else {
         const BFloat16 both[2] = {round_to<BFloat16>(static_cast<float>(integer - low)),
                                   round_to<BFloat16>(static_cast<float>(low))};
@@ -76,6 +78,8 @@ PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #if PYMOE_ISA_LEVEL == 4
   return _mm512_reduce_max_epi32((__m512i)value);
+#elif PYMOE_NEON
+  return vmaxvq_s32((int32x4_t)value);
 #else
   int32_t largest = value[0];
   for (int lane = 1; lane < kLanes<float>; ++lane) largest = value[lane] > largest ? value[lane] : largest;
@@ -159,12 +163,16 @@ PYMOE_INLINE vint32 broadcast_word(const int8_t* source) {
 
 // Twice the values of mxfp4 codes, and 12 to make them positive, a byte each.
 PYMOE_INLINE vint32 twice_plus_12(vint32 codes) {
-#if PYMOE_ISA_LEVEL >= 3
+#if PYMOE_ISA_LEVEL >= 3 || PYMOE_NEON
   alignas(16) static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if PYMOE_NEON
+  return (vint32)vqtbl1q_u8(vld1q_u8(kValues), (uint8x16_t)codes);
+#else
   const __m128i values = _mm_load_si128(reinterpret_cast<const __m128i*>(kValues));
+#endif
 #if PYMOE_ISA_LEVEL == 4
   return (vint32)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
-#else
+#elif PYMOE_ISA_LEVEL == 3
   return (vint32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
 #endif
 #else
@@ -184,6 +192,10 @@ PYMOE_INLINE vint32 load_bytes(const uint8_t* source) {
   return (vint32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 #elif PYMOE_ISA_LEVEL == 3
   return (vint32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#elif PYMOE_NEON
+  uint32_t four;
+  memcpy(&four, source, sizeof(four));
+  return (vint32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #else
   vint32 bytes;
   for (int lane = 0; lane < kLanes<float>; ++lane) bytes[lane] = source[lane];
@@ -199,7 +211,7 @@ PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
   return (vfloat)(exponent << 23 | end);
 }
 
-#if PYMOE_ISA_HAS_BF16
+#if PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD
 
 // Sums of codes times activations: 256 * high + low.
 struct Sum {
@@ -208,14 +220,38 @@ struct Sum {
   PYMOE_INLINE vint32 value() const { return (vint32)(((vuint32)high << 8) + (vuint32)low); }
 };
 
+// FEAT_DotProd multiplies signed bytes: codes of 8 bits less 128. Those of 4 bits are the same bytes with either sign.
+inline constexpr bool kLess128 = PYMOE_ISA_HAS_DOTPROD;
+
+// Adds to each lane the products of four bytes of `codes`, which are unsigned unless kLess128, and those of a word.
+#if PYMOE_ISA_HAS_DOTPROD
+PYMOE_INLINE int8x8_t load_word(const int8_t* source) {
+  uint32_t word;
+  memcpy(&word, source, sizeof(word));
+  return vcreate_s8(word);
+}
+PYMOE_INLINE vint32 add_products(vint32 sum, vint32 codes, int8x8_t word) {
+  return (vint32)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)codes, word, 0);
+}
+#else
+PYMOE_INLINE vint32 load_word(const int8_t* source) { return broadcast_word(source); }
+PYMOE_INLINE vint32 add_products(vint32 sum, vint32 codes, vint32 word) {
+  return (vint32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)word);
+}
+#endif
+
 // The operand of a product for a word of 4 codes (8 bits) or 8 codes (4 bits): a vector per 8 bytes of activations.
 template <WeightFormat kFormat>
 inline constexpr int kFactors = bits_of(kFormat) == 8 ? 1 : 2;
 
 template <WeightFormat kFormat>
 PYMOE_INLINE vint32 factor(vint32 words, int i) {
-  if constexpr (kFormat == WeightFormat::kInt8) return words;
+  if constexpr (kFormat == WeightFormat::kInt8) return kLess128 ? words ^ static_cast<int32_t>(0x80808080) : words;
+#if PYMOE_ISA_HAS_DOTPROD
+  const vint32 codes = i == 0 ? words & 0x0f0f0f0f : (vint32)vshrq_n_u8((uint8x16_t)words, 4);
+#else
   const vint32 codes = (i == 0 ? words : (vint32)((vuint32)words >> 4)) & 0x0f0f0f0f;
+#endif
   return kFormat == WeightFormat::kMxfp4 ? twice_plus_12(codes) : codes;
 }
 
@@ -224,23 +260,52 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
                            Sum (&sums)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
-    const vint32 high = broadcast_word(x + r * row_stride);
-    const vint32 low = broadcast_word(x + r * row_stride + kRoundedInputs);
+    const auto high = load_word(x + r * row_stride), low = load_word(x + r * row_stride + kRoundedInputs);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
-      sums[r][v].high = (vint32)_mm512_dpbusd_epi32((__m512i)sums[r][v].high, (__m512i)codes[v], (__m512i)high);
-      sums[r][v].low = (vint32)_mm512_dpbusd_epi32((__m512i)sums[r][v].low, (__m512i)codes[v], (__m512i)low);
+      sums[r][v].high = add_products(sums[r][v].high, codes[v], high);
+      sums[r][v].low = add_products(sums[r][v].low, codes[v], low);
     }
   }
 }
 
 #else
 
+inline constexpr bool kLess128 = false;
+
+#if PYMOE_NEON
+// Products of 16 bits; the sum of an output is that of two neighbouring lanes, which are added at the end.
+struct Sum {
+  int32x4_t first{}, second{};
+  PYMOE_INLINE void start_from(vint32 value) {
+    first = vzip1q_s32((int32x4_t)value, int32x4_t{});
+    second = vzip2q_s32((int32x4_t)value, int32x4_t{});
+  }
+  PYMOE_INLINE vint32 value() const { return (vint32)vpaddq_s32(first, second); }
+  PYMOE_INLINE void add_products(vint32 a, vint32 b) {
+    first = vmlal_s16(first, vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+    second = vmlal_high_s16(second, (int16x8_t)a, (int16x8_t)b);
+  }
+};
+#else
 struct Sum {
   vint32 sum{};
   PYMOE_INLINE void start_from(vint32 value) { sum = value; }
   PYMOE_INLINE vint32 value() const { return sum; }
+  // Adds the sums of two products of 16 bits each.
+  PYMOE_INLINE void add_products(vint32 a, vint32 b) {
+#if PYMOE_ISA_LEVEL == 4
+    sum += (vint32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif PYMOE_ISA_LEVEL == 3
+    sum += (vint32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif PYMOE_MULTIVERSION
+    sum += (vint32)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    sum += (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+  }
 };
+#endif
 
 template <WeightFormat kFormat>
 inline constexpr int kFactors = bits_of(kFormat) == 8 ? 2 : 4;
@@ -258,19 +323,6 @@ PYMOE_INLINE vint32 factor(vint32 words, int i) {
   return (vint32)((vuint32)words >> (i % 2 * 8 + i / 2 * 4)) & 0x000f000f;
 }
 
-// Sums of two products of 16 bits each.
-PYMOE_INLINE vint32 multiply_pairs(vint32 a, vint32 b) {
-#if PYMOE_ISA_LEVEL == 4
-  return (vint32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif PYMOE_ISA_LEVEL == 3
-  return (vint32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif PYMOE_MULTIVERSION
-  return (vint32)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
 template <int kRows, int kVectors>
 PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int64_t row_stride,
                            Sum (&sums)[kRows][kVectors]) {
@@ -278,7 +330,7 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
   for (int r = 0; r < kRows; ++r) {
     const vint32 pair = broadcast_word(x + r * row_stride);
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v].sum += multiply_pairs(codes[v], pair);
+    for (int v = 0; v < kVectors; ++v) sums[r][v].add_products(codes[v], pair);
   }
 }
 
@@ -331,7 +383,7 @@ PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
 }
 
 inline constexpr int64_t kFactorBytes =
-    4;  // of a row's integers; with AVX512_VNNI of its high bytes, and of its low ones
+    4;  // of a row's integers; where bytes are multiplied, of its high bytes, and of its low ones
 
 // The number of rows that use registers together, and of vectors of outputs: as many as the registers
 // hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
@@ -344,7 +396,7 @@ constexpr int vectors_beside(int rows) {
 }
 #else
 template <WeightFormat kFormat>
-inline constexpr int kMostRows = bits_of(kFormat) == 8 ? 4 : 2;
+inline constexpr int kMostRows = bits_of(kFormat) == 8 || PYMOE_NEON ? 4 : 2;
 template <WeightFormat kFormat>
 constexpr int vectors_beside(int rows) {
   return rows == 1 ? 4 : 2;
@@ -399,7 +451,9 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) total[r][v] = to_float(sums[r][v].value() - rounded[r].zero);
+          for (int v = 0; v < kVectors; ++v) {
+            total[r][v] = to_float(sums[r][v].value() - (kLess128 ? 0 : rounded[r].zero));
+          }
         }
       } else {
         const uint8_t* scales = weight + group * quantized_group_bytes(kFormat);

@@ -22,6 +22,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm512_fmadd_ps(a, b, sum); }
 #elif PYMOE_ISA_LEVEL == 3
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)_mm256_fmadd_ps(a, b, sum); }
+#elif PYMOE_NEON
+PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) { return (vfloat)vfmaq_f32(sum, a, b); }
 #else
 PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) {
   for (int lane = 0; lane < kLanes<float>; ++lane) sum[lane] = __builtin_fmaf(a[lane], b[lane], sum[lane]);
@@ -41,6 +43,10 @@ PYMOE_INLINE vint32 load_signed_bytes(const uint8_t* source) {
   return (vint32)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
 #elif PYMOE_ISA_LEVEL == 3
   return (vint32)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source)));
+#elif PYMOE_NEON
+  uint32_t four;
+  memcpy(&four, source, sizeof(four));
+  return (vint32)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four))));
 #else
   vint32 bytes{};
   for (int lane = 0; lane < kLanes<float>; ++lane) bytes[lane] = static_cast<int8_t>(source[lane]);
@@ -244,7 +250,7 @@ MultiplyFused multiply_fused_for(int64_t rows) {
 // decoded values: as many sums as the registers hold, and enough that they need not wait for each other. More rows than
 // kMostDecoding share decoded values. The affine formats have scales and offsets in registers, too, and the symmetric
 // format has scales.
-#if PYMOE_ISA_LEVEL == 4
+#if PYMOE_ISA_LEVEL == 4 || PYMOE_NEON
 template <WeightFormat kFormat>
 inline constexpr int kMostBesideFour = kFormat == WeightFormat::kFp8 ? 6 : 4;
 inline constexpr int kMostDecoding = 6, kMostSharing = 12;

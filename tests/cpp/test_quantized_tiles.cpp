@@ -34,6 +34,7 @@ struct TileCall {
 
 #define PYMOE_ISA_BODY "quantized_checks_body.h"
 #define PYMOE_ISA_BF16
+#define PYMOE_ISA_DOTPROD
 #include "kernels/cpu/for_each_isa.h"
 
 namespace {
@@ -63,6 +64,8 @@ std::vector<Variant<T>> variants(int number) {
   found = {found[static_cast<size_t>(number) % found.size()]};
   if (best >= Isa::kV4Bf16) found.push_back({"vectors, v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
   if (best >= Isa::kAmx) found.push_back({"amx", &cpu::v4_bf16::by_tiles<kFormat, T, cpu::AmxTiles>});
+#elif PYMOE_NEON
+  if (cpu::best_isa() == Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
 #endif
   return found;
 }
@@ -210,6 +213,8 @@ std::vector<Variant<T>> variants_without_tiles() {
   if (best >= Isa::kV3) found.push_back({"v3", &cpu::v3::by_vectors<kFormat, T>});
   if (best >= Isa::kV4) found.push_back({"v4", &cpu::v4::by_vectors<kFormat, T>});
   if (best >= Isa::kV4Bf16) found.push_back({"v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
+#elif PYMOE_NEON
+  if (cpu::best_isa() == Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
 #endif
   return found;
 }

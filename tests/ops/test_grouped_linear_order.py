@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from limits import LONG, rounds
+from limits import ISAS, LONG, rounds
 from specs.comparison import assert_same_bits
 
 import pymoe
@@ -14,7 +14,6 @@ from pymoe.bench.operators import offsets_of, random_counts, uniform
 
 BACKENDS = pytest.mark.parametrize("backend", [pymoe.ops, pymoe.reference], ids=["native", "reference"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-ISAS = ["baseline", "v3", "v4", "v4_bf16", "amx"]
 
 
 def by_rank(counts, ranks, random):

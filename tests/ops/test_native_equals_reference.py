@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from devices import moved
-from limits import EXHAUSTIVE
+from limits import EXHAUSTIVE, ISAS
 from specs import all_specs, large_cases, samples_of, verify, with_grad
 
 import pymoe
 from pymoe.bench.calls import generator
 
 SPECS = {spec.name: spec for spec in all_specs()}
-ISAS = ["baseline", "v3", "v4", "v4_bf16", "amx"]
 IN_USE = pymoe.build_info()["cpu_isa"]
 
 

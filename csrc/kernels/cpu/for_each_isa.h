@@ -9,7 +9,13 @@
 // `#define PYMOE_ISA_WIDEST 3`, with the measurement (benchmarks/instruction_sets.py), and selected by
 // PYMOE_SELECT_ISA_UP_TO_V3. A body that multiplies bf16 or int8 has `#define PYMOE_ISA_BF16`: it is compiled once
 // more, at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is
-// selected by PYMOE_SELECT_ISA_UP_TO_BF16. System headers must be included before this file: an inline function of
+// selected by PYMOE_SELECT_ISA_UP_TO_BF16.
+//
+// On aarch64 a body is compiled at level 1, whose vectors are those of NEON. A body that multiplies int8 has `#define
+// PYMOE_ISA_DOTPROD`: it is compiled once more with PYMOE_ISA_HAS_DOTPROD set, which allows the instructions of
+// FEAT_DotProd, and is selected by PYMOE_SELECT_ISA_OF_BYTES.
+//
+// System headers must be included before this file: an inline function of
 // theirs that was first seen here would be compiled for the wider instruction set, and the linker might keep that copy
 // for everyone.
 #include <cmath>
@@ -23,11 +29,14 @@
 #include "kernels/cpu/isa.h"
 #if PYMOE_MULTIVERSION
 #include <immintrin.h>
+#elif PYMOE_NEON
+#include <arm_neon.h>
 #endif
 
 #define PYMOE_ISA baseline
 #define PYMOE_ISA_LEVEL 1
 #define PYMOE_ISA_HAS_BF16 0
+#define PYMOE_ISA_HAS_DOTPROD 0
 #include "kernels/cpu/simd.h"
 #include PYMOE_ISA_BODY
 #undef PYMOE_ISA
@@ -105,7 +114,33 @@
 
 #endif  // PYMOE_MULTIVERSION
 
+#if PYMOE_NEON && defined(PYMOE_ISA_DOTPROD)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")  // what vdotq_s32 of arm_neon.h asks for
+#endif
+#define PYMOE_ISA dotprod
+#undef PYMOE_ISA_HAS_DOTPROD
+#define PYMOE_ISA_LEVEL 1
+#define PYMOE_ISA_HAS_DOTPROD 1
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // PYMOE_NEON
+
 #undef PYMOE_ISA_HAS_BF16
+#undef PYMOE_ISA_HAS_DOTPROD
 #undef PYMOE_ISA_BODY
 #undef PYMOE_ISA_WIDEST
 #undef PYMOE_ISA_BF16
+#undef PYMOE_ISA_DOTPROD

@@ -2,7 +2,8 @@
 //
 // The tile is as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
 // broadcasts kTileRows elements of A, feeds many multiply-adds: 6 x 2 vectors of the 16 of AVX2, 14 x 2 of the 32 of
-// AVX-512, 4 x 2 of the 16 of SSE2 (which has no fused multiply-add and needs a register for the product).
+// AVX-512, 12 x 2 of the 32 of NEON, 4 x 2 of the 16 of SSE2 (which has no fused multiply-add and needs a register for
+// the product).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -10,6 +11,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int kTileRows = 14;
 #elif PYMOE_ISA_LEVEL == 3
 inline constexpr int kTileRows = 6;
+#elif PYMOE_NEON
+inline constexpr int kTileRows = 12;  // a multiple of the lanes
 #else
 inline constexpr int kTileRows = 4;
 #endif
@@ -24,6 +27,9 @@ PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return (vdo
 #elif PYMOE_ISA_LEVEL == 3
 PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps(a, b, c); }
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return (vdouble)_mm256_fmadd_pd(a, b, c); }
+#elif PYMOE_NEON
+PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return (vfloat)vfmaq_f32(c, a, b); }
+PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return (vdouble)vfmaq_f64(c, a, b); }
 #else
 PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
@@ -107,9 +113,21 @@ PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a,
     vector_t<T> right[kTileVectors];
 #pragma GCC unroll 16
     for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kLanes<S>);
+#if PYMOE_NEON  // multiply-adds take a factor from a lane
+    vector_t<T> lefts[(kRows + kLanes<S> - 1) / kLanes<S>];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; i += kLanes<S>) {
+      lefts[i / kLanes<S>] = Panel<T>::load(a + i);
+      asm("" : "+w"(lefts[i / kLanes<S>]));  // gcc 12 would load each lane apart, into registers of integers
+    }
+#endif
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
+#if PYMOE_NEON
+      const vector_t<T> left = Panel<T>::broadcast(lefts[i / kLanes<S>][i % kLanes<S>]);
+#else
       const vector_t<T> left = Panel<T>::broadcast(a[i]);
+#endif
 #pragma GCC unroll 16
       for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Panel<T>::add(left, right[j], sum[i][j]);
     }

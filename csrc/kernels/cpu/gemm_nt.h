@@ -11,7 +11,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-#if PYMOE_ISA_LEVEL == 4
+#if PYMOE_ISA_LEVEL == 4 || PYMOE_NEON
 inline constexpr int kNtRows = 6;
 #elif PYMOE_ISA_LEVEL == 3
 inline constexpr int kNtRows = 3;

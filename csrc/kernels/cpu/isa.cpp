@@ -11,6 +11,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if PYMOE_NEON && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace pymoe::cpu {
 namespace {
@@ -45,6 +48,9 @@ Isa offered() {
                   __builtin_cpu_supports("avx512vl");
   const bool v4_bf16 = v4 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   return v4_bf16 ? Isa::kV4Bf16 : v4 ? Isa::kV4 : v3 ? Isa::kV3 : Isa::kBaseline;
+#elif PYMOE_NEON && defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0 ? Isa::kDotProd : Isa::kBaseline;
 #else
   return Isa::kBaseline;
 #endif
@@ -57,6 +63,7 @@ Isa chosen() {
     if (wish != nullptr && std::strcmp(wish, name_of(isa)) == 0) most = isa;
   }
   const Isa best = offered();
+  if (best == Isa::kDotProd) return most == Isa::kBaseline ? most : best;
   if (most == Isa::kAmx && best == Isa::kV4Bf16 && grants_tiles()) return Isa::kAmx;
   return most < best ? most : best;
 }
@@ -74,6 +81,7 @@ const char* name_of(Isa isa) {
     case Isa::kV4Bf16: return "v4_bf16";
     case Isa::kV4: return "v4";
     case Isa::kV3: return "v3";
+    case Isa::kDotProd: return "dotprod";
     case Isa::kBaseline: break;
   }
   return "baseline";

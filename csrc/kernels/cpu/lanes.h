@@ -56,7 +56,7 @@ PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
 // Returns a number whose bit i is set if lane i of the comparison's result is set.
 template <typename Mask>
 PYMOE_INLINE uint32_t bits_of(Mask mask) {
-  constexpr bool kWide = sizeof(mask[0]) == 8;
+  [[maybe_unused]] constexpr bool kWide = sizeof(mask[0]) == 8;
 #if PYMOE_ISA_LEVEL == 4
   if constexpr (kWide) return _mm512_movepi64_mask((__m512i)mask);
   return _mm512_movepi32_mask((__m512i)mask);

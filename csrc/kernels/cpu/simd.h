@@ -63,7 +63,11 @@ PYMOE_INLINE vfloat load(const BFloat16* source) {
 #else
   vhalf16 bits;
   memcpy(&bits, source, sizeof(bits));
+#if PYMOE_NEON
+  return (vfloat)vshll_n_u16((uint16x4_t)bits, 16);
+#else
   return (vfloat)(__builtin_convertvector(bits, vuint32) << 16);
+#endif
 #endif
 }
 
@@ -72,9 +76,12 @@ PYMOE_INLINE vfloat load(const Float16* source) {
   return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
 #elif PYMOE_ISA_LEVEL == 3
   return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-#else  // to_accumulate(Float16), lane by lane
+#else
   vhalf16 narrow;
   memcpy(&narrow, source, sizeof(narrow));
+#if PYMOE_NEON
+  return (vfloat)vcvt_f32_f16((float16x4_t)narrow);
+#else  // to_accumulate(Float16), lane by lane
   const vuint32 bits = __builtin_convertvector(narrow, vuint32);
   const vuint32 sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
   const vuint32 subnormal =
@@ -84,6 +91,7 @@ PYMOE_INLINE vfloat load(const Float16* source) {
   const vuint32 special = ((magnitude & 0x3ffu) << 13) | 0x7f800000u;
   const vuint32 is_special = (vuint32)(magnitude >= 0x7c00u);
   return (vfloat)(sign | (is_special & special) | (~is_special & finite));
+#endif
 #endif
 }
 
@@ -115,7 +123,11 @@ PYMOE_INLINE void store(BFloat16* target, vfloat value) {
   const __m128i shifted = _mm_srai_epi32((__m128i)kept, 16);  // signed, so that the signed pack keeps every bit
   _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(shifted, shifted));
 #else
+#if PYMOE_NEON
+  const auto narrow = (vhalf16)vshrn_n_u32((uint32x4_t)kept, 16);
+#else
   const vhalf16 narrow = __builtin_convertvector(kept >> 16, vhalf16);
+#endif
   memcpy(target, &narrow, sizeof(narrow));
 #endif
 }
@@ -127,6 +139,9 @@ PYMOE_INLINE void store(Float16* target, vfloat value) {
 #elif PYMOE_ISA_LEVEL == 3
   const __m128i narrow = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(target), narrow);
+#elif PYMOE_NEON
+  const float16x4_t narrow = vcvt_f16_f32((float32x4_t)value);
+  memcpy(target, &narrow, sizeof(narrow));
 #else  // round_to<Float16>, lane by lane
   const vuint32 bits = (vuint32)value, sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   const vuint32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;

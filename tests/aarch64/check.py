@@ -1,0 +1,99 @@
+"""Compiles the C++ tests for aarch64, runs them by QEMU, and compares results with those of this machine's processor.
+
+    python tests/aarch64/check.py        # builds in build/cpp/aarch64/ and build/cpp/plain/
+
+The compiler and the emulator are packages of Debian, which tests/system_packages.sh installs if it may
+(INSTALL_SYSTEM_PACKAGES=0: it does not). Without them nothing is tested, and the output says so.
+
+The C++ tests run with every instruction set of aarch64. tests/aarch64/results.cpp then runs on both architectures, with
+every instruction set of each, and all runs must print the same hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EMULATED, NATIVE = ROOT / "build" / "cpp" / "aarch64", ROOT / "build" / "cpp" / "plain"
+EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
+JOBS = str(os.cpu_count() or 2)
+
+PROCESSORS = [("cortex-a72", "", "baseline"), ("max", "baseline", "baseline"), ("max", "", "dotprod")]
+"""Processors that QEMU emulates, PYMOE_CPU_ISA, and the instruction set that must then be in use. A Cortex-A72 has no
+instruction that Armv8.0 lacks."""
+
+
+FEW_SEEDS = "200"
+"""Number of interleavings of each simulated scenario, which the emulator runs slowly."""
+
+
+def run(*command: str | Path, **environment: str) -> None:
+    print("$ " + " ".join(map(str, command)), flush=True)
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
+
+
+def build(folder: Path, targets: list[str], *options: str) -> None:
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    run("cmake", "-S", ".", "-B", folder, *generator, *options)
+    run("cmake", "--build", folder, "-j", JOBS, "--target", *targets)
+
+
+def results(command: list[str], isa: str) -> tuple[str, dict[str, str]]:
+    """Return the instruction set in use and the hash of every case."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYMOE_CPU_ISA"}
+    if isa:
+        environment["PYMOE_CPU_ISA"] = isa
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found, *lines = done.stdout.splitlines()
+    return found, dict(line.split(": ") for line in lines)
+
+
+def compare() -> list[str]:
+    """Run the program of hashes everywhere; return what differs."""
+    found, expected = results([str(NATIVE / "pymoe_results")], "baseline")
+    complaints = []
+    runs = [(f"{platform.machine()}, {isa}", isa, [str(NATIVE / "pymoe_results")], "") for isa in ("v3", "v4", "amx")]
+    for processor, isa, wanted in PROCESSORS:
+        runs.append((f"{processor}, {wanted}", isa, [*EMULATOR, processor, str(EMULATED / "pymoe_results")], wanted))
+    for name, isa, command, wanted in runs:
+        found, hashes = results(command, isa)
+        if wanted not in ("", found):
+            complaints.append(f"{name}: {found} is in use")
+        if hashes.keys() != expected.keys():
+            complaints.append(f"{name}: other cases")
+        complaints += [f"{name}: {case}" for case, code in hashes.items() if expected.get(case) != code]
+        print(f"{name}: {len(hashes)} results, {found} in use", flush=True)
+    return complaints
+
+
+def main() -> int:
+    """Build, test and compare; return 1 if anything fails."""
+    packages = subprocess.run(
+        ["bash", "tests/system_packages.sh", "aarch64"], cwd=ROOT, env={"INSTALL_SYSTEM_PACKAGES": "1", **os.environ}
+    )
+    if packages.returncode != 0:
+        print("no compiler or no emulator for aarch64: nothing was tested on it (checks passed: none)")
+        return 0
+    build(EMULATED, ["pymoe_tests", "pymoe_results"], f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/tests/aarch64/toolchain.cmake")
+    build(NATIVE, ["pymoe_results"])
+    run(
+        *("ctest", "--test-dir", EMULATED, "--output-on-failure", "-j", JOBS, "-E", "cuda_on_cpu"),
+        PYMOE_SEEDS=FEW_SEEDS,
+    )
+    complaints = compare()
+    for complaint in complaints:
+        print(f"differs from {platform.machine()}, baseline: {complaint}")
+    print(f"checks {'failed' if complaints else 'passed'}: results of kernels on aarch64 and {platform.machine()}")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: {error}")
