@@ -74,16 +74,16 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-def test_the_sdist_holds_all_that_a_build_and_its_tests_need(sdist: Path) -> None:
+def test_the_sdist_holds_every_file_of_the_repository(sdist: Path) -> None:
+    """MANIFEST.in left out a CUDA source and a recorded language model of the tests; so did the list in this test."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("only a checkout knows which files belong to it")
     with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    wanted = [path for pattern in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(pattern)]
-    wanted += [*(ROOT / "pymoe").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tests" / "cpp").iterdir()]
-    wanted += [ROOT / name for name in ("pymoe/_runtime.pyi", "pymoe/py.typed", "setup.py", "pyproject.toml")]
-    wanted += [ROOT / name for name in ("Makefile", "CMakeLists.txt", "requirements-dev.txt", "requirements-train.txt")]
-    wanted += [ROOT / ".ci" / "run", *(ROOT / "deploy").iterdir(), *(ROOT / "examples" / "cpp").iterdir()]
-    assert {str(path.relative_to(ROOT)) for path in wanted} - names == set()
-    assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    tracked = set(listed.stdout.split("\0")[:-1])
+    assert tracked - names == set()
+    assert [name for name in names - tracked if name.endswith((".so", ".o", ".pyc"))] == []
 
 
 USE = """
