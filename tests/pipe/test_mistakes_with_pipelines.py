@@ -226,6 +226,16 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def test_torchs_data_parallelism_takes_experts_that_do_not_train(group: dist.ProcessGroup) -> None:
+    import pymoe.ep
+
+    moe = pymoe.ep.shard(pymoe.MoE(16, 32, 4, 2), group)
+    moe.experts.requires_grad_(False)
+    parallel = torch.nn.parallel.DistributedDataParallel(moe, process_group=group, init_sync=False)
+    parallel(torch.randn(3, 16)).sum().backward()
+    assert moe.router.weight.grad is not None
+
+
 @cases(RANKS)
 def test_the_message_of_ranks_says_what_to_do(
     capfd: pytest.CaptureFixture[str], code: str, answer: str, group: dist.ProcessGroup
