@@ -15,9 +15,8 @@
 // PYMOE_ISA_DOTPROD`: it is compiled once more with PYMOE_ISA_HAS_DOTPROD set, which allows the instructions of
 // FEAT_DotProd, and is selected by PYMOE_SELECT_ISA_OF_BYTES.
 //
-// System headers must be included before this file: an inline function of
-// theirs that was first seen here would be compiled for the wider instruction set, and the linker might keep that copy
-// for everyone.
+// System headers must be included before this file: an inline function of theirs that was first seen here would be
+// compiled for the wider instruction set, and the linker might keep that copy for everyone.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
