@@ -240,9 +240,9 @@ def markdown(result: Record) -> str:
     """Return the report as Markdown."""
     settings = result["settings"]
     about = (
-        f"Steps of {settings['tokens']} tokens, {settings['layers']} layers, a vocabulary of {VOCABULARY}, rank "
-        f"{settings['rank']}: medians and quartiles of {settings['steps']} steps in each of {settings['rounds']} "
-        f"processes. Experts in 4 bits have dense layers in 8 next to them."
+        f"Steps of {settings['tokens']} tokens, a vocabulary of {VOCABULARY}, rank {settings['rank']}; number of layers: "
+        f"{settings['layers']}. Medians and quartiles; number of processes: {settings['rounds']}, of steps in each: "
+        f"{settings['steps']}. Experts in 4 bits have dense layers in 8 next to them."
     )
     failed = [f"{place}: {reason}" for place, reason in result["errors"].items()]
     first = [measured(result, about, f"{settings['threads']} torch threads"), *failed]

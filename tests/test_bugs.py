@@ -24,7 +24,7 @@ from processes import run_python
 
 import pymoe
 from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.parallel import map_with_parallel_backward
 
 
@@ -523,8 +523,8 @@ def test_a_graph_knows_that_nothing_stands_between_a_layer_and_its_part():
     to have a forward of its own, and compiled layers ran operator by operator.
     """
     layer = torch.nn.Linear(2, 2)
-    graph = torch.compile(lambda x: x + is_called_plainly(layer, torch.nn.Linear), backend="eager", fullgraph=True)
+    graph = torch.compile(lambda x: x + are_called_plainly((layer, torch.nn.Linear)), backend="eager", fullgraph=True)
     torch._dynamo.reset()
-    assert graph(torch.zeros(1)) == is_called_plainly(layer, torch.nn.Linear) == 1
+    assert graph(torch.zeros(1)) == are_called_plainly((layer, torch.nn.Linear)) == 1
     layer.forward = torch.relu
-    assert graph(torch.zeros(1)) == is_called_plainly(layer, torch.nn.Linear) == 0
+    assert graph(torch.zeros(1)) == are_called_plainly((layer, torch.nn.Linear)) == 0

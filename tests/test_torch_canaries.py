@@ -218,7 +218,7 @@ USES = {
     "transforms": (_transforms.canaries, lambda: calls_of_operators.is_recorded(1)),
     "modules": (
         plain_calls.canaries,
-        lambda: plain_calls.is_called_plainly(torch.nn.Linear(1, 1), torch.nn.Linear),
+        lambda: plain_calls.are_called_plainly((torch.nn.Linear(1, 1), torch.nn.Linear)),
     ),
     "_numbers_come_from_streams": (random_streams, random_streams.install),
     "_functions_are_heard": (interception, lambda: interception.FunctionCalls(int, bool).intercepted()),

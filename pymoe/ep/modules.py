@@ -17,7 +17,7 @@ from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.experts import ExpertShards
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.apply_experts import activate, check_choice
-from pymoe.nn.plain_calls import attached_to, is_called_plainly
+from pymoe.nn.plain_calls import are_called_plainly, attached_to
 from pymoe.nn.quantized_experts import QuantizedLinear
 from pymoe.nn.stacked_experts import StackedExperts, handlers
 
@@ -237,7 +237,7 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
 def _check_quantized(name: str, weights: list[QuantizedLinear]) -> None:
     if any(isinstance(one.packed, DTensor) for one in weights):
         raise ValueError(f"shard: experts must have whole weights, got {name!r} with weights that are on ranks already")
-    if len(weights) != 2 or not all(is_called_plainly(one, QuantizedLinear) for one in weights):
+    if len(weights) != 2 or not are_called_plainly(*((one, QuantizedLinear) for one in weights)):
         raise ValueError(
             f"shard: quantised experts must have two QuantizedLinear that nothing is attached to, got {name!r} without"
         )

@@ -21,7 +21,7 @@ from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.operands import as_rows, networks_fit
-from pymoe.nn.plain_calls import PLAIN_TENSORS, is_called_plainly
+from pymoe.nn.plain_calls import PLAIN_TENSORS, are_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
 from pymoe.nn.router import Router
@@ -47,21 +47,23 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         router, experts, losses = parts["router"], parts["experts"], parts["losses"]
         weight, of_logits = router._parameters["weight"], router._parameters["bias"]
         bias = router._buffers["expert_bias"]
+        quantized = type(experts) is QuantizedExperts
+        own: Any = [(experts, Experts)]
+        if quantized:
+            weights = experts._modules["w_in"], experts._modules["w_out"]
+            own = (experts, QuantizedExperts), (weights[0], QuantizedLinear), (weights[1], QuantizedLinear)
     except KeyError:  # the user has put something else in its place
         return None
-    quantized = type(experts) is QuantizedExperts
     if not (
-        is_called_plainly(router, Router)
+        are_called_plainly((router, Router), (losses, AuxiliaryLosses), *own)
         and "logits" not in router.__dict__
-        and is_called_plainly(experts, QuantizedExperts if quantized else Experts)
-        and is_called_plainly(losses, AuxiliaryLosses)
         and layer.backend == router.backend == experts.backend == "native"
         and _fit(layer, router, x, weight, of_logits, bias)
     ):
         return None
     if package_products.chosen is not None and x.device.type == package_products.DEVICE:
         return None
-    networks = _quantized_networks(layer, experts, x) if quantized else _networks(layer, experts, x)
+    networks = _quantized_networks(layer, experts, *weights, x) if quantized else _networks(layer, experts, x)
     if networks is None:
         return None
     recorded = is_differentiated(x, weight, of_logits, *networks)
@@ -135,15 +137,9 @@ def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
     )
 
 
-def _quantized_networks(layer: Any, experts: Any, x: Tensor) -> Any:
+def _quantized_networks(layer: Any, experts: Any, w_in: Any, w_out: Any, x: Tensor) -> Any:
     """Return the parameters of quantised experts, followed by the layout of their weights, or None."""
-    modules, biases = experts._modules, experts._buffers
-    try:  # as in forward_directly
-        w_in, w_out, b_in, b_out = modules["w_in"], modules["w_out"], biases["b_in"], biases["b_out"]
-    except KeyError:
-        return None
-    if not (is_called_plainly(w_in, QuantizedLinear) and is_called_plainly(w_out, QuantizedLinear)):
-        return None
+    b_in, b_out = experts._buffers.get("b_in"), experts._buffers.get("b_out")
     packed_in, packed_out = w_in._buffers.get("packed"), w_out._buffers.get("packed")
     if not (
         w_in.backend == w_out.backend == "native"

@@ -35,7 +35,7 @@ from pymoe.nn.local_tensors import LastCall
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.operands import as_rows, check_networks
 from pymoe.nn.options import MIN_STEPS_TO_WARN, OTHER_NAMES, Backend, check_flag, check_number, operators, warn_once
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.router import Router, update_expert_biases
 from pymoe.ops import raw
@@ -273,7 +273,7 @@ class MoE(nn.Module):
         x_TH = as_rows(x, self.hidden_size)
 
         routing: Routing | None = None
-        if is_called_plainly(self.router, Router):
+        if are_called_plainly((self.router, Router)):
             capacity = self._capacity(x_TH.shape[0], self.router.top_k)
             alone = self.shared is None and not self.score_before_experts
             gate, logits_TE, x_TH, routing = self.router.route(x_TH, capacity, alone=alone)
@@ -281,7 +281,7 @@ class MoE(nn.Module):
             gate, logits_TE = self.router(x_TH)
             capacity = self._capacity(*gate.experts.shape)
         weights_TK, losses = gate.weights, None
-        if not is_called_plainly(self.losses, AuxiliaryLosses) or self.losses.injects():
+        if not are_called_plainly((self.losses, AuxiliaryLosses)) or self.losses.injects():
             weights_TK, losses = self.losses(gate, logits_TE)
         rows_TH: Tensor
         (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
@@ -464,7 +464,7 @@ class MoE(nn.Module):
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
         """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
-        return self.backend == "native" and is_called_plainly(part, kind) and part.backend == "native"
+        return self.backend == "native" and are_called_plainly((part, kind)) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
         """Return whether one native call may do the work of quantised experts, whose weights are modules, on this
@@ -529,10 +529,10 @@ class MoE(nn.Module):
         called.
         """
         experts: Any = self.experts
-        if is_called_plainly(experts, Experts):
+        if are_called_plainly((experts, Experts)):
             return experts.w_in  # type: ignore[no-any-return]
         # Quantised weights are integers, and multiply rows of every dtype.
-        if type(experts) is QuantizedExperts and is_called_plainly(self.router, Router):
+        if type(experts) is QuantizedExperts and are_called_plainly((self.router, Router)):
             return self.router.weight
         return None
 

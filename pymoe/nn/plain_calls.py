@@ -22,22 +22,22 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 """For each class whose functions have not been patched, the functions that a call of it runs."""
 
 
-def is_called_plainly(module: Any, kind: type[nn.Module], harmless: Callable[[Any], bool] | None = None) -> bool:
-    """Return whether calling ``module``, and differentiating the call, runs only the ``forward`` of ``kind``.
+def are_called_plainly(*parts: tuple[Any, type[nn.Module]], harmless: Callable[[Any], bool] | None = None) -> bool:
+    """Return whether calling each module, and differentiating the call, runs only the ``forward`` of its class.
 
     Args:
-        module: a part of a layer, which its user may have replaced.
-        kind: the class of the part that the layer made.
-        harmless: returns true for hooks of the part that do not count.
+        parts: pairs of a part of a layer, which its user may have replaced, and the class of the part that the layer
+            made.
+        harmless: returns true for hooks of the parts that do not count.
     """
-    if type(module) is not kind or module._compiled_call_impl is not None:
-        return False
     for hooks in global_call_hooks:
         if hooks:
             return False
-    if attached_to(module, harmless):
-        return False
-    return _is_as_written(kind)
+    for module, kind in parts:
+        if type(module) is not kind or module._compiled_call_impl is not None or attached_to(module, harmless):
+            return False
+    _, kinds = zip(*parts, strict=True)
+    return _are_as_written(kinds)
 
 
 def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None) -> str:
@@ -62,15 +62,17 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
-def _is_as_written(kind: Any) -> bool:
-    """Return whether calls of a class run the functions in its source and its bases' source: none has been patched."""
-    if _as_written.get(kind) == (kind.forward, kind.__call__, kind._call_impl):
-        return True
-    canaries.modules()
-    if all(is_of_its_source(kind, name) for name in ("forward", "__call__", "_call_impl")):
-        _as_written[kind] = (kind.forward, kind.__call__, kind._call_impl)
-        return True
-    return False
+def _are_as_written(kinds: Any) -> bool:
+    """Return whether calls of classes run the functions in their source and their bases' source: none was patched."""
+    for kind in kinds:
+        functions = (kind.forward, kind.__call__, kind._call_impl)
+        if _as_written.get(kind) == functions:
+            continue
+        canaries.modules()
+        if not all(is_of_its_source(kind, name) for name in ("forward", "__call__", "_call_impl")):
+            return False
+        _as_written[kind] = functions
+    return True
 
 
 def is_of_its_source(kind: type, name: str) -> bool:
@@ -87,5 +89,5 @@ def is_of_its_source(kind: type, name: str) -> bool:
 
 # torch.compile calls these once, as it checks hooks once: it cannot trace how they look at sources, and cannot guard a
 # dictionary that they fill meanwhile.
-_is_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_are_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

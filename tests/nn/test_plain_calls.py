@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from pymoe._torch_private import CALL_HOOKS, global_call_hooks
 from pymoe.nn import Experts, MoE, Router
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import are_called_plainly
 
 pytestmark = pytest.mark.only_on("cpu")
 
@@ -275,7 +275,7 @@ def test_what_takes_the_place_of_a_call_after_a_compilation_is_heard(way, record
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_stands_before_a_fresh_layer(part):
     layer = MoE(8, 6, 4, 2)
-    assert is_called_plainly(getattr(layer, part), PARTS[part])
+    assert are_called_plainly((getattr(layer, part), PARTS[part]))
 
 
 def offloaded(part):

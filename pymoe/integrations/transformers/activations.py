@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from pymoe._common.types import ActivationKind, ClampedSwiglu
 from pymoe.integrations.transformers import interface
 from pymoe.nn.apply_experts import Activation
-from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
+from pymoe.nn.plain_calls import are_called_plainly, is_of_its_source
 
 _ACTIVATIONS = "transformers.activations"
 _SILU = {("torch.nn.modules.activation", "SiLU"), (_ACTIVATIONS, "SiLUActivation")}
@@ -129,7 +129,7 @@ def place(cls: type) -> tuple[str, str]:
 
 def _has_hooks(act_fn: Any) -> bool:
     """Return whether calling ``act_fn`` runs more than the forward of its class."""
-    return isinstance(act_fn, nn.Module) and not is_called_plainly(act_fn, type(act_fn))
+    return isinstance(act_fn, nn.Module) and not are_called_plainly((act_fn, type(act_fn)))
 
 
 def _is_silu(act_fn: Any) -> bool:

@@ -18,7 +18,7 @@ from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import gated_activation, place
 from pymoe.integrations.transformers.experts import as_operand, run_experts
 from pymoe.nn.apply_experts import activate, apply_networks
-from pymoe.nn.plain_calls import is_called_plainly, is_of_its_source
+from pymoe.nn.plain_calls import are_called_plainly, is_of_its_source
 from pymoe.nn.quantized_experts import handlers
 
 
@@ -131,7 +131,7 @@ def may_do_work_of_parts(module: Any, cls: type) -> bool:
     for known, harmless in ((PARTS, None), (CALLED, interface.records_outputs)):
         for name, expected in known.get(place(cls), {}).items():
             part = getattr(module, name)
-            if place(type(part)) != expected or not is_called_plainly(part, type(part), harmless):
+            if place(type(part)) != expected or not are_called_plainly((part, type(part)), harmless=harmless):
                 return False
     return True
 

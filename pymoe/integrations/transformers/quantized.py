@@ -18,7 +18,7 @@ from pymoe.integrations.transformers.adapters import adapted, networks_of
 from pymoe.nn import QuantizedLinear, apply_experts
 from pymoe.nn.apply_experts import Activation, apply_networks
 from pymoe.nn.low_rank import LowRank
-from pymoe.nn.plain_calls import is_called_plainly
+from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.nn.quantized_experts import handlers
 
 
@@ -82,7 +82,8 @@ def run_quantized_experts(
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
     activation = followed_by_cast(activation, operand.dtype)
     adapters = bool(adapters_in or adapters_out)
-    if post_norm is None and not adapters and all(is_called_plainly(layer, QuantizedLinear) for layer in (w_in, w_out)):
+    parts = (w_in, QuantizedLinear), (w_out, QuantizedLinear)
+    if post_norm is None and not adapters and are_called_plainly(*parts):
         y = apply_experts(
             *(operand, index, weights, w_in.weight, w_out.weight),
             b_in=b_in,
