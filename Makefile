@@ -27,7 +27,8 @@ help:
 	@echo 'make test-all   both, with every case of every grid and longer stress: before a release'
 	@echo '             (results of all four in build/tests/; ARGS="python types" names the steps)'
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
-	@echo 'make wheel   a wheel for this Python and every torch >= 2.11; in dist/'
+	@echo 'make wheel   a wheel for the Pythons that are installed and every torch >= 2.11; in dist/'
+	@echo '             (PYTHONS="python3.11 python3.13" names them; PYMOE_CUDA=1: with CUDA kernels, as version X+cuY)'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-layers    expert blocks of published models compared with transformers and the limits; in build/model_layers/'
 	@echo 'make bench-models    whole models of real sizes compared with transformers and llama.cpp; in build/whole_models/'
@@ -73,12 +74,21 @@ docs: $(PACKAGES) $(INSTALLED)
 	$(RUN) -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 	@echo 'build/docs/index.html'
 
-# pymoe._ops serves every Python, pymoe._runtime the one that builds it: one wheel a Python. auditwheel writes the oldest
-# glibc that it needs into its name; torch's libraries are torch's own wheel's.
+# pymoe._ops serves every Python, pymoe._runtime is compiled for each: the wheel holds one for every Python of PYTHONS.
+# auditwheel writes the oldest glibc that it needs into its name; torch's libraries are torch's own wheel's. Times in the
+# archive are those of the last commit, so that the same sources give the same bytes.
+PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c \
+	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done)
+USE_RUNTIME := import _runtime; pool = _runtime.WorkerPool(1); assert pool.submit(int, 3).result() == 3; pool.shutdown(True)
+wheel: export PYMOE_PYTHONS = $(PYTHONS)
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date -r CHANGELOG.md +%s)
 wheel: $(PACKAGES)
-	rm -rf build/wheel && mkdir -p build/wheel dist
+	rm -rf build/wheel build/lib* build/bdist* && mkdir -p build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(RUN) -m auditwheel repair --wheel-dir dist --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
+	$(RUN) -m auditwheel repair --wheel-dir build/wheel/repaired --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
+	$(RUN) -m zipfile -e build/wheel/repaired/*.whl build/wheel/unpacked
+	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
+	mv build/wheel/repaired/*.whl dist
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)

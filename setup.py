@@ -3,7 +3,8 @@
 ``pymoe._ops``      operators on the libtorch stable ABI and Python's limited API: one file serves every torch >= 2.11
                     and every CPython >= 3.10. CUDA kernels are compiled in wherever a CUDA toolkit is present, also
                     when torch is a CPU build and no GPU exists.
-``pymoe._runtime``  the thread-pool runtime, bound with pybind11; it does not know of torch.
+``pymoe._runtime``  the thread-pool runtime, bound with pybind11; it does not know of torch. A wheel may hold one for
+                    each of several CPythons: only what binds it to Python is compiled again.
 
 What is missing is said in words before anything is compiled. All sources are compiled with the same flags by one call
 of ninja, so that both modules share objects and no processor waits between them.
@@ -11,21 +12,27 @@ of ninja, so that both modules share objects and no processor waits between them
 CUDA kernels are compiled for the GPUs that torch sees, as torch's own extensions are, and for every supported
 generation where it sees none.
 
-Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST
-(for which GPUs), CXX (the C++ compiler), MAX_JOBS.
+No path of the machine that compiles gets into the modules.
+
+Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found; 1: the version says so, such as
+0.1.0+cu130), CUDA_HOME, TORCH_CUDA_ARCH_LIST (for which GPUs), PYMOE_PYTHONS (for which other Pythons a wheel gets a
+runtime, such as "python3.12 python3.13"), CXX (the C++ compiler), MAX_JOBS.
 """
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.append(str(ROOT / "csrc"))
@@ -163,6 +170,13 @@ def nvcc_version(cuda_home):
     return nvcc_flags.toolkit_version(f"{cuda_home}/bin/nvcc")
 
 
+def version_tag():
+    """Return what the version has behind it: the toolkit, if CUDA kernels were asked for by name."""
+    if os.environ.get("PYMOE_CUDA") != "1":
+        return ""
+    return "+cu" + nvcc_version(find_cuda_home()).replace(".", "")
+
+
 def reason_to_leave_out(cuda_home):
     """Why the toolkit that was found by itself does not serve: such a build goes on without CUDA, and says so."""
     import torch
@@ -247,6 +261,49 @@ def runtime_extension():
     )
 
 
+WHICH_PYTHON = """
+import json, sys, sysconfig
+tag = "cp" + sysconfig.get_config_var("py_version_nodot") + getattr(sys, "abiflags", "")
+print(json.dumps({"tag": tag, "suffix": sysconfig.get_config_var("EXT_SUFFIX"),
+                  "include": sysconfig.get_paths()["include"]}))
+"""
+
+
+@cache
+def pythons():
+    """Return the Pythons that a wheel serves, by tags such as ``cp311``: this one, and those of PYMOE_PYTHONS.
+
+    Each is a dictionary with its ``include`` folder and the ``suffix`` of its modules. A free-threaded Python is
+    refused, because it cannot load the operators of another: its wheel is built by itself.
+    """
+    named = os.environ.get("PYMOE_PYTHONS", "").split()
+    found = {}
+    for name in [sys.executable, *named]:
+        try:
+            answer = subprocess.run([name, "-c", WHICH_PYTHON], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"PYMOE_PYTHONS must name Pythons, got {name}: {getattr(error, 'stderr', None) or error}")
+        python = json.loads(answer)
+        tag = python.pop("tag")
+        if named and not tag.removeprefix("cp").isdigit():
+            sys.exit(f"PYMOE_PYTHONS must name Pythons with a GIL, got {name} ({tag})")
+        if not Path(python["include"], "Python.h").exists():
+            sys.exit(f"PYMOE_PYTHONS must name Pythons with headers, got {name}, without {python['include']}/Python.h")
+        found.setdefault(tag, python)
+    return found
+
+
+class Wheel(bdist_wheel):
+    """Makes a wheel whose name has the tag of every Python that it serves."""
+
+    def get_tag(self):
+        own, abi, platform = super().get_tag()
+        if len(pythons()) == 1:
+            return own, abi, platform
+        tags = ".".join(sorted(pythons()))
+        return tags, tags, platform
+
+
 def seen_capabilities():
     """Return the compute capabilities of the GPUs that torch sees, such as ``{(9, 0)}``."""
     import torch
@@ -275,7 +332,10 @@ def compile_options(cuda_home):
     return {
         # pybind11 of its own package comes before the copy among torch's headers.
         "include_dirs": [str(ROOT / "csrc"), pybind11_include(), *cpp_extension.include_paths()],
-        "extra_postargs": {"cxx": [*CXX_FLAGS, *defines], "nvcc": NVCC_FLAGS},
+        "extra_postargs": {
+            "cxx": [*CXX_FLAGS, *WITHOUT_PATHS, *defines],
+            "nvcc": [*NVCC_FLAGS, *(f"-Xcompiler={flag}" for flag in WITHOUT_PATHS)],
+        },
     }
 
 
@@ -290,6 +350,11 @@ CXX_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-unused-parameter",  # torch's own headers
+]
+# Messages name source files: by paths that are the same wherever this is compiled.
+WITHOUT_PATHS = [
+    f"-ffile-prefix-map={ROOT}/=",
+    f"-ffile-prefix-map={sysconfig.get_paths()['purelib']}/=",
 ]
 NVCC_FLAGS = [*nvcc_flags.FLAGS, "-Xcompiler=-fvisibility=hidden"]
 LINK_FLAGS = ["-s"]
@@ -314,6 +379,7 @@ def build_command(options):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, use_ninja=shutil.which("ninja") is not None, **kwargs)
             self.objects = None
+            self.compile = None
 
         def initialize_options(self):
             super().initialize_options()
@@ -322,9 +388,27 @@ def build_command(options):
 
         def build_extension(self, extension):
             if self.objects is None:
+                self.compile = self.compiler.compile
                 self.objects = self.compile_all()
                 self.compiler.compile = lambda sources, **_: [self.objects[source] for source in sources]
             super().build_extension(extension)
+            if extension.name == "pymoe._runtime":
+                for tag, python in list(pythons().items())[1:]:
+                    self.build_for_another(extension, tag, python)
+
+        def build_for_another(self, extension, tag, python):
+            """Build ``extension`` for another Python: compile the bindings with its headers, take the rest as it is."""
+            bindings = [source for source in extension.sources if Path(source).name.startswith("bindings_")]
+            headers = {**options, "include_dirs": [python["include"], *options["include_dirs"]]}
+            compiled = self.compile(bindings, output_dir=f"{self.build_temp}/{tag}", **headers)
+            others = [self.objects[source] for source in extension.sources if source not in bindings]
+            own = self.get_ext_fullpath(extension.name)
+            self.compiler.link_shared_object(
+                [*compiled, *others],
+                own.removesuffix(sysconfig.get_config_var("EXT_SUFFIX")) + python["suffix"],
+                extra_postargs=extension.extra_link_args,
+                target_lang="c++",
+            )
 
         def compile_all(self):
             everything = {source for extension in self.extensions for source in extension.sources}
@@ -347,8 +431,9 @@ def build_command(options):
 require_linux()
 require_build_packages()
 command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+version = {"options": {"egg_info": {"tag_build": version_tag()}}}
 if command in ("egg_info", "dist_info", "sdist"):  # pip's first questions; nothing is compiled
-    setup()
+    setup(**version)
 else:
     cuda_home = find_cuda_home()
     misfit = reason_to_leave_out(cuda_home) if cuda_home and os.environ.get("PYMOE_CUDA", "auto") == "auto" else None
@@ -362,5 +447,6 @@ else:
     require_compiler()
     setup(
         ext_modules=[operator_extension(cuda_home), runtime_extension()],
-        cmdclass={"build_ext": build_command(compile_options(cuda_home))},
+        cmdclass={"build_ext": build_command(compile_options(cuda_home)), "bdist_wheel": Wheel},
+        **version,
     )

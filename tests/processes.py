@@ -14,8 +14,12 @@ from limits import LONG
 
 
 def run_python(script: str, prelude: str = "", timeout: float = 2 * LONG) -> subprocess.CompletedProcess[str]:
-    """Run ``prelude`` and the dedented ``script`` in a new process; return the finished process with its output."""
-    command = [sys.executable, "-X", "faulthandler", "-c", prelude + textwrap.dedent(script)]
+    """Run ``prelude`` and the dedented ``script`` in a new process; return the finished process with its output.
+
+    The warning is off that Python gives from 3.12 on about every fork of a process with threads.
+    """
+    quiet = "ignore:This process:DeprecationWarning"
+    command = [sys.executable, "-X", "faulthandler", "-W", quiet, "-c", prelude + textwrap.dedent(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 

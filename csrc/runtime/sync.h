@@ -18,6 +18,8 @@
 // a header states an order.
 #pragma once
 
+#include <pthread.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -38,7 +40,11 @@ struct SystemSync {
 
   class Condition {
    public:
-    void wait(std::unique_lock<Mutex>& lock) { condition_.wait(lock); }
+    // What std::condition_variable::wait does. gcc 12 binds that to a version of libstdc++ that systems with glibc 2.34
+    // lack, such as RHEL 9.
+    void wait(std::unique_lock<Mutex>& lock) {
+      pthread_cond_wait(condition_.native_handle(), lock.mutex()->native_handle());
+    }
     // Returns false if `until` has passed.
     bool wait_until(std::unique_lock<Mutex>& lock, Time until) {
       return condition_.wait_until(lock, until) == std::cv_status::no_timeout;

@@ -15,11 +15,10 @@ LIBRARY = Path(str(_native.load_operators().__file__))
 ROOT = Path(__file__).parents[2]
 
 
-def dynamic_symbols() -> list[list[str]]:
+def dynamic_symbols(library: Path = LIBRARY) -> list[list[str]]:
     """Return the fields of ``readelf``: number, value, size, type, binding, visibility, section, name."""
-    text = subprocess.run(
-        ["readelf", "--dyn-syms", "--wide", LIBRARY], capture_output=True, text=True, check=True
-    ).stdout
+    command = ["readelf", "--dyn-syms", "--wide", library]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [line.split()[:8] for line in text.splitlines()]
     return [row for row in rows if len(row) == 8 and row[0].rstrip(":").isdigit()]
 
@@ -54,6 +53,15 @@ def test_it_needs_the_library_that_brings_torchs_cuda_library_along() -> None:
     """
     text = subprocess.run(["readelf", "--dynamic", LIBRARY], capture_output=True, text=True, check=True).stdout
     assert "libtorch.so" in re.findall(r"NEEDED.*\[(.*)\]", text)
+
+
+def test_the_runtime_waits_without_the_newest_libstdcpp() -> None:
+    """std::condition_variable::wait, as gcc 12 compiles it, needs a libstdc++ newer than that of systems with glibc
+    2.34: a wheel built on Debian 12 could not be installed there, because of this one symbol.
+    """
+    used = {row[7].split("@")[0] for row in dynamic_symbols(Path(str(_native.load_runtime().__file__)))}
+    assert "pthread_cond_wait" in used
+    assert [name for name in used if "condition_variable4wait" in name] == []
 
 
 def test_it_uses_no_cplusplus_symbol_of_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -127,12 +128,16 @@ def checkout(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     return Checkout(folder, environment)
 
 
+def make_wheel(folder: Path, *options: str) -> Path:
+    """Run ``make wheel`` in the folder, and return the wheel."""
+    done = Checkout(folder, Environment(folder / ".venv")).run("make", "wheel", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return max((folder / "dist").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+
+
 @pytest.fixture(scope="module")
 def wheel(checkout: Checkout) -> Path:
-    done = checkout.run("make", "wheel")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (checkout.folder / "dist").iterdir()
-    return file
+    return make_wheel(checkout.folder, "PYTHONS=")
 
 
 def test_a_wheel_says_what_it_needs(wheel: Path) -> None:
@@ -183,6 +188,32 @@ def test_the_readmes_installation_works_in_the_checkout_and_elsewhere(checkout: 
     ):
         assert told.returncode == 0, told.stderr
         assert re.search(r"^cuda_kernels +False$", told.stdout, re.MULTILINE)
+
+
+def other_pythons() -> dict[str, str]:
+    """Return the other CPythons on this machine that have headers, by tags such as ``cp312``."""
+    code = "import os, sysconfig; os.stat(sysconfig.get_paths()['include'] + '/Python.h')"
+    found = {f"cp3{minor}": shutil.which(f"python3.{minor}") for minor in range(10, 15) if minor != sys.version_info[1]}
+    return {
+        tag: path
+        for tag, path in found.items()
+        if path and subprocess.run([path, "-c", code], capture_output=True).returncode == 0
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not other_pythons(), reason="needs another Python with its headers")
+def test_one_wheel_serves_several_pythons(checkout: Checkout, tmp_path: Path) -> None:
+    """``make wheel`` itself calls the runtime with every Python; pip takes the wheel for these and no others."""
+    tags = sorted({f"cp3{sys.version_info[1]}", *other_pythons()})
+    made = make_wheel(checkout.folder, f"PYTHONS={' '.join(other_pythons().values())}")
+    assert made.name.startswith(f"pymoe_runtime-0.1.0-{'.'.join(tags)}-{'.'.join(tags)}-manylinux_2_")
+    for minor in range(9, 20):
+        only = ("--only-binary=:all:", f"--python-version=3.{minor}", f"--target={tmp_path / str(minor)}")
+        done = checkout.environment.pip_install("--no-deps", *only, str(made))
+        assert (done.returncode == 0) == (f"cp3{minor}" in tags), done.stdout + done.stderr
+    names = {file.name for file in (tmp_path / str(sys.version_info[1]) / "pymoe").glob("*.so")}
+    assert names == {"_ops.abi3.so", *(f"_runtime.cpython-{tag[2:]}-{platform.machine()}-linux-gnu.so" for tag in tags)}
 
 
 @pytest.mark.slow

@@ -64,6 +64,32 @@ def test_a_toolkit_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> No
     assert f"with {tmp_path}" in run_setup("--name", PYMOE_CUDA="1", CUDA_HOME=str(tmp_path)).stdout
 
 
+def test_the_version_names_the_toolkit_if_its_kernels_were_asked_for(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"')
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    for wish, version in (("1", "0.1.0+cu130"), ("auto", "0.1.0"), ("0", "0.1.0")):
+        done = run_setup("egg_info", f"--egg-base={tmp_path}", PYMOE_CUDA=wish, CUDA_HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert f"\nVersion: {version}\n" in (tmp_path / "pymoe_runtime.egg-info" / "PKG-INFO").read_text()
+
+
+def test_pythons_that_a_wheel_cannot_serve_are_refused(tmp_path: Path) -> None:
+    answer = '{"tag": "%s", "suffix": ".so", "include": "%s"}'
+    executable(tmp_path / "free", f"echo '{answer % ('cp313t', tmp_path)}'")
+    executable(tmp_path / "bare", f"echo '{answer % ('cp313', tmp_path)}'")
+    code = "import runpy, sys; sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py')['pythons']()"
+    for name, reason in (
+        (tmp_path / "absent", "must name Pythons, got"),
+        (tmp_path / "free", "must name Pythons with a GIL, got"),
+        (tmp_path / "bare", "must name Pythons with headers, got"),
+    ):
+        environment = {**os.environ, "PYMOE_CUDA": "0", "PYMOE_PYTHONS": str(name)}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"PYMOE_PYTHONS {reason} {name}" in done.stderr
+
+
 def test_without_a_compiler_it_says_which_to_install(tmp_path: Path) -> None:
     nothing = {"PATH": str(tmp_path), "PYMOE_CUDA": "0"}
     for environment, problem in (
