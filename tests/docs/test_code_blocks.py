@@ -26,7 +26,7 @@ MAKE_TARGETS = set(re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text()
 # Commands that pages use and that need not be installed for the tests.
 COMMON_COMMANDS = {
     *("pip", "sudo", "pytest", "torchrun", "cmake", "cd", "git", "python", "curl", "openssl", "docker", "kubectl"),
-    *("nvcc", "nvidia-smi"),
+    *("export", "nvcc", "nvidia-smi"),
 }
 
 

@@ -76,7 +76,7 @@ FAULTS = [
     Fault(
         "the code of zero counts for something",
         PRODUCTS,
-        "to_float(sums[r][v].value() - rounded[r].zero)",
+        "to_float(sums[r][v].value() - (kLess128 ? 0 : rounded[r].zero))",
         "to_float(sums[r][v].value())",
         EQUAL,
     ),
