@@ -170,7 +170,7 @@ COMMANDS: Table = {
     "a function that is not there": ("cli.main(['serve', 'json:make'])", "there is no function 'make' in json$"),
     "a port past the last, before experts are made": (
         "cli.main(['serve', 'json:loads', '--listen', '127.0.0.1:99999'])",
-        "^python -m pymoe.remote serve: --listen: expected HOST:PORT with a port from 0 to 65535, .* got '127.0.0.1:99999'$",
+        "^python -m pymoe.remote serve: --listen: expected .* a port from 0 to 65535, .* got '127.0.0.1:99999'$",
     ),
     "nobody there": ("cli.main(['info', f'127.0.0.1:{free()}'])", "nothing listens there: is the server running"),
     "an option of simulate": ("simulate.main(['simulate', '--rank', '2'])", r"--rank 2: did you mean '--ranks'\?"),
