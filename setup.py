@@ -12,7 +12,7 @@ of ninja, so that both modules share objects and no processor waits between them
 CUDA kernels are compiled for the GPUs that torch sees, as torch's own extensions are, and for every supported
 generation where it sees none.
 
-No path of the machine that compiles gets into the modules.
+No path of the machine that compiles gets into the C++ of the modules.
 
 Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found; 1: the version says so, such as
 0.1.0+cu130), CUDA_HOME, TORCH_CUDA_ARCH_LIST (for which GPUs), PYMOE_PYTHONS (for which other Pythons a wheel gets a
@@ -32,7 +32,6 @@ from importlib import metadata
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.append(str(ROOT / "csrc"))
@@ -293,15 +292,19 @@ def pythons():
     return found
 
 
-class Wheel(bdist_wheel):
-    """Makes a wheel whose name has the tag of every Python that it serves."""
+def wheel_command():
+    """Make a bdist_wheel that names its wheel by the tags of all Pythons that it serves."""
+    from setuptools.command.bdist_wheel import bdist_wheel
 
-    def get_tag(self):
-        own, abi, platform = super().get_tag()
-        if len(pythons()) == 1:
-            return own, abi, platform
-        tags = ".".join(sorted(pythons()))
-        return tags, tags, platform
+    class Wheel(bdist_wheel):
+        def get_tag(self):
+            own, abi, platform = super().get_tag()
+            if len(pythons()) == 1:
+                return own, abi, platform
+            tags = ".".join(sorted(pythons()))
+            return tags, tags, platform
+
+    return Wheel
 
 
 def seen_capabilities():
@@ -323,6 +326,10 @@ def compile_options(cuda_home):
         f'-DPYMOE_BUILT_WITH_TORCH="{torch.__version__}"',
         f"-DPYMOE_WITH_CUDA={int(bool(cuda_home))}",
     ]
+    # Messages name source files: by paths that are the same wherever this is compiled. Not for nvcc: torch takes a path
+    # with "arch" in it, such as "research", for the architectures and leaves its own out.
+    folders = (ROOT, sysconfig.get_paths()["purelib"])
+    without_paths = [f"-ffile-prefix-map={folder}/=" for folder in folders]
     if cuda_home:
         toolkit = nvcc_version(cuda_home)
         wanted = nvcc_flags.arch_list_of(seen_capabilities(), toolkit)
@@ -332,10 +339,7 @@ def compile_options(cuda_home):
     return {
         # pybind11 of its own package comes before the copy among torch's headers.
         "include_dirs": [str(ROOT / "csrc"), pybind11_include(), *cpp_extension.include_paths()],
-        "extra_postargs": {
-            "cxx": [*CXX_FLAGS, *WITHOUT_PATHS, *defines],
-            "nvcc": [*NVCC_FLAGS, *(f"-Xcompiler={flag}" for flag in WITHOUT_PATHS)],
-        },
+        "extra_postargs": {"cxx": [*CXX_FLAGS, *without_paths, *defines], "nvcc": NVCC_FLAGS},
     }
 
 
@@ -350,11 +354,6 @@ CXX_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wno-unused-parameter",  # torch's own headers
-]
-# Messages name source files: by paths that are the same wherever this is compiled.
-WITHOUT_PATHS = [
-    f"-ffile-prefix-map={ROOT}/=",
-    f"-ffile-prefix-map={sysconfig.get_paths()['purelib']}/=",
 ]
 NVCC_FLAGS = [*nvcc_flags.FLAGS, "-Xcompiler=-fvisibility=hidden"]
 LINK_FLAGS = ["-s"]
@@ -447,6 +446,6 @@ else:
     require_compiler()
     setup(
         ext_modules=[operator_extension(cuda_home), runtime_extension()],
-        cmdclass={"build_ext": build_command(compile_options(cuda_home)), "bdist_wheel": Wheel},
+        cmdclass={"build_ext": build_command(compile_options(cuda_home)), "bdist_wheel": wheel_command()},
         **version,
     )
