@@ -31,8 +31,12 @@ def keeps_counts(layer: nn.Module) -> bool:
 
 
 def has_capacity(layer: nn.Module) -> bool:
-    """Return whether the layer drops tokens of a call past a number that depends on the call's tokens."""
-    return isinstance(layer, MoE) and layer.capacity_factor is not None
+    """Return whether the layer may drop tokens of a call past a number that depends on the call's tokens."""
+    if not isinstance(layer, MoE) or layer.capacity_factor is None:
+        return False
+    # The choices of a token differ in pymoe's own router, so that an expert takes every token at most once.
+    choices = layer.router.top_k if isinstance(layer.router, Router) else 1
+    return layer.capacity_factor * choices < layer.num_experts
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pymoe._errors import add_note
 from pymoe._torch_private import pytree
 from pymoe.pipe.auxiliary import with_auxiliary_losses
 from pymoe.pipe.context import is_recomputing, micro_batch
@@ -73,8 +74,9 @@ def with_loss(
             loss = loss_fn(output, *given)
         except TypeError as error:
             if not given:
-                add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
-                add_note("the step was given no target: step(x, target=y, loss_fn=...) calls loss_fn(output, target)")
+                add_note(
+                    error, "the step was given no target: step(x, target=y, loss_fn=...) calls loss_fn(output, target)"
+                )
             raise
         loss = _checked(loss, loss_fn)
         return [loss, read_loss(loss, ends) if is_read else None]

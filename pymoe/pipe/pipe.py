@@ -99,7 +99,8 @@ class Pipe(nn.Module):
 
     Warns:
         UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first
-            such step).
+            such step). Or a batch norm, or an ``MoE`` with a capacity, sees micro-batches in place of the mini-batch
+            (the first such layer, in the first call or step with several micro-batches of each mode).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
@@ -328,9 +329,9 @@ class Pipe(nn.Module):
         try:
             micro_batches = staged.micro_batches(chunks, inputs, kwargs, (target,) * has_target)
         except TypeError as error:
-            if has_target or len(inputs) < 2:
+            if has_target or len(inputs) < 2 or kwargs:
                 raise
-            raise TypeError(f"{error}; a step takes target= and loss_fn= by name") from error
+            raise TypeError(f"{error}; a step takes target= and loss_fn= by name") from None
         count = len(micro_batches.rows)
         weighed: list[Call] = [((values[-1],), {}) for values in micro_batches.values] if has_target else []
         if callable(reduction) and not has_target:
@@ -355,8 +356,8 @@ class Pipe(nn.Module):
 
     def _look_at_layers(self, micro_batches: int) -> None:
         if micro_batches > 1 and self.training not in self._modes_seen:
-            self._modes_seen.add(self.training)
             warn_of_micro_batches(self.staged.module)
+            self._modes_seen.add(self.training)
 
     @also_called(stage_index="index")
     def build_stage(self, index: int, device: torch.device | str, group: ProcessGroup | None = None) -> RankStage:

@@ -122,8 +122,9 @@ class HeldState:
             if is_same:
                 stamps = layout.stamps()
                 if stamps != state.stamps:
-                    self._state = state = copy_of(state)
+                    state = copy_of(state)
                     state.stamps = stamps
+                    self._state = state
                 return state
             if _differ_plainly(state):
                 self._state = state = HeldSnapshot(layout)
