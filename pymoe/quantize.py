@@ -108,7 +108,7 @@ def convert(
         raise ValueError(f"expected a GGUF file, got {file}")
     if not (file or described):
         hint = ""
-        if not folder.exists() and len(folder.parts) == 2:
+        if not folder.exists() and len(folder.parts) == 2 and folder.parts[0] not in ("/", ".."):
             hint = f"; if that is a name on the hub, get its files first: hf download {folder} --local-dir FOLDER"
         raise ValueError(f"expected a folder with config.json, got {folder}{hint}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

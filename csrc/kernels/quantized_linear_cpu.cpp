@@ -55,7 +55,7 @@ void with_subnormals(const F& f) {
 template <WeightFormat kFormat, typename T>
 void multiply_with_subnormals(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                               int64_t row_stride, int64_t count) {
-  const auto multiply = PYMOE_SELECT_ISA_OF_BYTES(multiply_tile_fused<kFormat, T>);
+  const auto multiply = PYMOE_SELECT_ISA_UP_TO_BF16(multiply_tile_fused<kFormat, T>);
   with_subnormals([&] { multiply(tile, inputs, x, bias, out, row_stride, count); });
 }
 
@@ -72,7 +72,7 @@ class Ways {
 
   static Way<T> by_vectors() {
     if constexpr (is_fused(kFormat)) {
-      return {PYMOE_SELECT_ISA_OF_BYTES(widen_block<T>), &multiply_with_subnormals<kFormat, T>, kWidenedBytes,
+      return {PYMOE_SELECT_ISA_UP_TO_BF16(widen_block<T>), &multiply_with_subnormals<kFormat, T>, kWidenedBytes,
               int64_t{3} << 19};
     } else {
       return {PYMOE_SELECT_ISA_OF_BYTES(round_block<Integers::kForVectors, T>),
@@ -191,7 +191,7 @@ int64_t inputs_together(int64_t inputs, int64_t input_bytes, int64_t experts) {
 
 template <typename T, WeightFormat kFormat>
 void input_grad(const QuantizedInputGradArguments& a) {
-  const auto decode = PYMOE_SELECT_ISA_OF_BYTES(decode_inputs<kFormat, T>);
+  const auto decode = PYMOE_SELECT_ISA_UP_TO_BF16(decode_inputs<kFormat, T>);
   const auto gemm = chosen_gemm<T>();
   const int64_t tiles = quantized_tiles(a.outputs), bytes = quantized_tile_bytes(a.format, a.inputs);
   std::vector<int64_t> busy;  // experts with rows

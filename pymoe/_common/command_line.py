@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,8 +39,8 @@ def file_to_write(argument: str) -> Path:
 
     Raise ArgumentTypeError if it is a folder, or if its folder does not exist.
     """
-    path = Path(argument)
-    if path.is_dir() or not path.parent.is_dir():
-        got = "which is a folder" if path.is_dir() else f"but there is no folder {path.parent}"
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {argument}, {got}")
-    return path
+    is_folder, folder = os.path.isdir(argument), os.path.dirname(argument) or "."
+    if not argument or is_folder or not os.path.isdir(folder):
+        got = "which is a folder" if is_folder else f"but there is no folder {folder!r}" if argument else "no name"
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {argument!r}, {got}")
+    return Path(argument)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pymoe import _torch_private as private
-from pymoe._errors import describe_error
+from pymoe._errors import add_note, describe_error
 from pymoe._ranks import GroupStore, Process, abort_waits, is_about_connections
 from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
@@ -257,11 +257,11 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
         # failure only if the backward pass raises, too.
         if not report_failed_backward(sharding):
             report_error(sharding, f"raised {describe_error(error)}")
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
-                f"failed, too, raise GroupError, and the group cannot be used any more"
-            )
+        add_note(
+            error,
+            f"MoE {sharding.title}: this rank had sent its counts already; other ranks of the group that have not "
+            f"failed, too, raise GroupError, and the group cannot be used any more",
+        )
         raise
 
 

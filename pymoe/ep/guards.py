@@ -25,9 +25,9 @@ def watch_torch() -> None:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module) -> None:
+def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     """Raise if ``outer`` is a DistributedDataParallel that would average experts of which ranks have different ones."""
-    if not isinstance(outer, DistributedDataParallel):
+    if inner is None or not isinstance(outer, DistributedDataParallel):
         return
     layers = [layer for layer in inner.modules() if isinstance(layer, ShardedLayer)]
     experts = {id(one) for layer in layers for one in layer.experts.parameters() if isinstance(one, DTensor)}
@@ -43,8 +43,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if an optimizer would hand experts and whole parameters to one function of torch together."""
     for group in optimizer.param_groups:
         way = next((way for way in ("foreach", "fused") if group.get(way)), None)
-        if way and len({isinstance(one, DTensor) for one in group["params"] if one.grad is not None}) == 2:
+        kinds = {(one.device, one.dtype, isinstance(one, DTensor)) for one in group["params"] if one.grad is not None}
+        if way and len(kinds) > len({kind[:2] for kind in kinds}):  # torch calls one function for a device and dtype
             raise ValueError(
-                f"{type(optimizer).__name__}: {way} must be False for experts that are spread over ranks together with "
-                f"other parameters, got {way}={group[way]}"
+                f"{type(optimizer).__name__}: {way} must be False for DTensors, such as experts that are spread over "
+                f"ranks, together with other parameters of their dtype, got {way}={group[way]}"
             )

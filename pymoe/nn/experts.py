@@ -138,20 +138,24 @@ class Experts(_FeedForward):
         self.num_experts = num_experts
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        errors: list[str] = args[-1]
+        before = len(errors)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # a hook of FSDP in it shards its parameters again
         given = state_dict.get(f"{prefix}w_in")
-        if hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):  # a DTensor, slow to import
-            args[-1].append(
+        # A DTensor has this method; its module is slow to import.
+        if len(errors) > before and hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
+            errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state is of a model whose experts are spread over ranks, "
                 f"and has only the experts of one rank: gather it on all ranks by "
                 f"torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options="
                 f"StateDictOptions(full_state_dict=True))"
             )
         if f"{prefix}w_in.packed" in state_dict:
-            args[-1].append(
+            errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state holds weights in few bits, this layer has others: "
-                f"call quantize_experts(model, bits=...) first, with the bits of the state"
+                f"call quantize_experts(model, bits=...) first, with the bits of the state, or leave its keys "
+                f"{prefix}* out"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
         """Return the output of every row's expert for the row.

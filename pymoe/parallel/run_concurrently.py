@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pymoe._errors import describe_error
+from pymoe._errors import add_note, describe_error
 from pymoe._runtime import Profiled, parallel_for
 from pymoe._torch_private import profiler_enabled
 from pymoe.autograd.random_streams import RandomStream, restore, with_stream
@@ -158,10 +158,9 @@ def raise_first(name: str, errors: Sequence[BaseException | None]) -> None:
     if not failed:
         return
     first = failed[0][1]
-    if hasattr(first, "add_note"):  # Python 3.11
-        for number, error in failed[1:]:
-            if error is not first:
-                first.add_note(f"{name}: call {number} failed, too: {describe_error(error)}")
+    for number, error in failed[1:]:
+        if error is not first:
+            add_note(first, f"{name}: call {number} failed, too: {describe_error(error)}")
     try:
         raise first
     finally:

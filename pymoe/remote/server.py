@@ -210,7 +210,8 @@ class ExpertServer:
             except RuntimeError as error:
                 if any(pool.served for pool in self.runtime.pools):
                     raise RuntimeError(
-                        f"ExpertServer: {error}; a server starts a Runtime of its own: leave the other one out"
+                        "ExpertServer: backends must not be served by another Runtime, as a server starts one of its "
+                        "own, got some that are: leave the other Runtime out, or shut it down first"
                     ) from error
                 raise
             try:

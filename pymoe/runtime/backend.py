@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from pymoe._common.names import keywords_of, no_such_argument
+from pymoe._errors import add_note
 from pymoe.autograd.plain_state import in_plain_state
 from pymoe.runtime.differentiate import as_leaf, clear_gradients, lend, run_backward_pass, warm_up_autograd, zero_grad
 from pymoe.runtime.dry_run import infer_outputs_schema, keep_buffers
@@ -179,11 +180,11 @@ class ExpertBackend(nn.Module):
                     self.expert, self.args_schema, self.kwargs_schema, device=self._expert_device.device
                 )
         except Exception as error:
-            add_note = getattr(error, "add_note", lambda note: None)  # Python 3.11
             add_note(
+                error,
                 f"ExpertBackend {self.name!r}: the expert raised this in a call on zeros with the shapes of "
                 f"args_schema={self.args_schema!r}, kwargs_schema={self.kwargs_schema!r}: a BatchTensorProto must have "
-                f"the shape of one row that the expert takes, without the number of rows"
+                f"the shape of one row that the expert takes, without the number of rows",
             )
             raise
         self._expert_device = ExpertDevice(self.expert)  # a lazy expert has its parameters only now

@@ -39,7 +39,8 @@ const char* name_of(Isa isa);
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
 // PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same for a body with PYMOE_ISA_WIDEST 3 (for_each_isa.h).
 // PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same for a body with PYMOE_ISA_BF16, with v4_bf16::f.
-// PYMOE_SELECT_ISA_OF_BYTES(f)(args): the same for a body with PYMOE_ISA_BF16 and PYMOE_ISA_DOTPROD, with dotprod::f.
+// PYMOE_SELECT_ISA_OF_BYTES(f)(args): the same for functions that multiply bytes, in a body with PYMOE_ISA_BF16 and
+// PYMOE_ISA_DOTPROD, with dotprod::f.
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
   (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \

@@ -113,14 +113,14 @@ class PymoeConfig(QuantizationConfigMixin):
         **other: Any,
     ) -> None:
         bits = 8 if bits is None and format != AS_STORED else bits
+        if not is_read(version, (format, bits), ("int", linear_bits)):
+            problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
+            raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
         formats = (*dict.fromkeys(name for name, _ in FORMATS), AS_STORED)
         if isinstance(format, str) and format not in formats:
             *first, last = map(repr, formats)
             hint = suggestion(format, formats, OTHER_FORMATS)
             raise ValueError(f"PymoeConfig: format must be {', '.join(first)} or {last}, got {format!r}{hint}")
-        if not is_read(version, (format, bits), ("int", linear_bits)):
-            problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"
-            raise ValueError(f"PymoeConfig: expected files of version {FORMAT}, got version {version!r}{problem}")
         if other or quant_method != interface.NAME:
             hint = suggestion(next(iter(other), ""), ("bits", "format", "linear_bits"), OTHER_NAMES)
             raise ValueError(

@@ -6,8 +6,9 @@ A row of a tensor is a run of blocks, each with its own scales; the layouts are 
 - Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
 - Q2_K is codes with a scale and an offset for 16 inputs, as "affine" in 2 bits has.
 - Q6_K, Q3_K, IQ4_NL and IQ4_XS are signed codes with a scale for 16 or 32 inputs, as "symmetric" has.
-- F32, F16 and BF16 are no blocks: experts of these alone take the model's dtype, as all other weights do.
-- All others are widened and rounded to integers of 8 bits, one expert after another.
+- F32, F16 and BF16 are no blocks: experts of these alone, and dense layers of these, take the model's dtype.
+- Experts of all other types are widened and rounded to integers of 8 bits, one expert after another; dense layers of
+  these types take the model's dtype.
 """
 
 from __future__ import annotations

@@ -431,10 +431,10 @@ def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weigh
 def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
     """Return the order in which a process leaves the rows and columns of a matrix; None if it does anything else.
 
-    It is given numbers that say their own row or column. Arithmetic with them leaves other ones, or turns the order of
-    columns around, in which no group stays.
+    It is given negative numbers that say their own row or column, counted from the end. Arithmetic with them leaves
+    other ones, or turns the order of columns around, in which no group stays.
     """
-    places = [numpy.arange(size, dtype=numpy.int32) for size in shape]
+    places = [numpy.arange(-size, 0, dtype=numpy.int32) for size in shape]
     given = [numpy.broadcast_to(one, shape) for one in (places[0][:, None], places[1])]
     rows, columns = found = [process(one, name) for one in given]
     if rows is given[0]:
@@ -446,7 +446,10 @@ def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
     order = list(zip((rows[:, 0], columns[0]), places, strict=True))
     if any((numpy.sort(one) != all_of_them).any() for one, all_of_them in order):
         return None
-    return Order(*(None if (one == same).all() else torch.from_numpy(one.astype(numpy.int64)) for one, same in order))
+    indices = (
+        None if (one == same).all() else torch.from_numpy(one.astype(numpy.int64) + len(one)) for one, same in order
+    )
+    return Order(*indices)
 
 
 def _processed(tensor: Any, process: Process, shape: tuple[int, ...]) -> Tensor:

@@ -12,8 +12,8 @@ transformers calls the quantizer of a model, and the quantizer's operations for 
   with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
   compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
 - ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
-  experts and dense layers stay in the format nearest to theirs, weight by weight: the model has several, and may have
-  experts in none.
+  experts stay in the format nearest to theirs, weight by weight, and whose dense layers stay where a format holds them
+  exactly: the model has several formats, and may have experts in none.
 """
 
 from __future__ import annotations

@@ -256,6 +256,7 @@ def test_rows_and_groups_of_columns_are_moved_in_few_bits(name, order):
         lambda values, name: values - 1,
         lambda values, name: values * 2,
         lambda values, name: -values,
+        lambda values, name: abs(values),
         lambda values, name: 255 - values,
         lambda values, name: values[:96],
         lambda values, name: values.T,
