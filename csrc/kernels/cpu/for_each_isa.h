@@ -119,7 +119,8 @@
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else
 #pragma GCC push_options
-#if !defined(__ARM_FEATURE_DOTPROD)           // or the command line allows more, which inline functions may use already
+// Where the command line allows these instructions, it may allow more, which inline functions may use already.
+#if !defined(__ARM_FEATURE_DOTPROD)
 #pragma GCC target("arch=armv8.2-a+dotprod")  // what vdotq_s32 of arm_neon.h asks for
 #endif
 #define PYMOE_ISA dotprod
