@@ -123,6 +123,7 @@
 #if !defined(__ARM_FEATURE_DOTPROD)
 #pragma GCC target("arch=armv8.2-a+dotprod")  // what vdotq_s32 of arm_neon.h asks for
 #endif
+#endif
 #define PYMOE_ISA dotprod
 #undef PYMOE_ISA_HAS_DOTPROD
 #define PYMOE_ISA_LEVEL 1
