@@ -302,3 +302,14 @@ def test_a_change_in_an_array_of_objects_is_seen_after_one_of_numbers_was_looked
     assert pipe(torch.ones(2)).tolist() == [2, 2]
     model.objects[0][0] = 3.0
     assert pipe(torch.ones(2)).tolist() == [3, 3]
+
+
+def test_a_hook_without_a_module_is_captured():
+    """The module of a function that exec made in a plain dictionary is None, and was asked how it begins."""
+    made = {}
+    exec("def triple(module, args, output): return output * 3", made)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[1].register_forward_hook(made["triple"])
+    x = torch.randn(6, 4)
+    pipe = pymoe.pipeline(model, (x,), split_spec={"1": pymoe.SplitPoint.BEGINNING}, chunks=2)
+    torch.testing.assert_close(pipe(x), model(x))

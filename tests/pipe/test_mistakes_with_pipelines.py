@@ -193,7 +193,7 @@ moe = pymoe.ep.shard(MoE(16, 32, 4, 2), group)
 moe(torch.randn(3, 16)).sum().backward()
 torch.optim.AdamW(moe.parameters(), foreach=True).step()
 """,
-        "^ValueError: AdamW: foreach must be False for experts that are spread over ranks .* got foreach=True",
+        "^ValueError: AdamW: foreach must be False for DTensors, such as experts that are spread .* got foreach=True",
     ),
     "the state of one rank in a whole model": (
         "MoE(16, 32, 4, 2).load_state_dict(pymoe.ep.shard(MoE(16, 32, 4, 2), group).state_dict())",
@@ -234,6 +234,38 @@ def test_torchs_data_parallelism_takes_experts_that_do_not_train(group: dist.Pro
     parallel = torch.nn.parallel.DistributedDataParallel(moe, process_group=group, init_sync=False)
     parallel(torch.randn(3, 16)).sum().backward()
     assert moe.router.weight.grad is not None
+    parallel.module = None  # whoever takes the model out again; hooks of torch see this, too
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_torchs_optimizers_take_spread_experts_of_a_dtype_of_their_own(group: dist.ProcessGroup, way: str) -> None:
+    """Torch puts parameters together by device and dtype, so that it mixes nothing here."""
+    import pymoe.ep
+
+    moe = pymoe.MoE(16, 32, 4, 2)
+    moe.experts.to(torch.bfloat16)
+    pymoe.ep.shard(moe, group)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moe(torch.randn(3, 16)).sum().backward()
+    before = moe.router.weight.detach().clone()
+    torch.optim.AdamW(moe.parameters(), 0.1, **{way: True}).step()
+    assert not torch.equal(moe.router.weight, before)
+
+
+def test_experts_that_fsdp_has_gathered_take_a_state_of_shards(group: dist.ProcessGroup) -> None:
+    """A hook of fully_shard brings the parameters back to shards only after the layer was asked to load."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import pymoe
+
+    moe, mesh = pymoe.MoE(16, 32, 4, 2), init_device_mesh("cpu", (1,))
+    fully_shard(moe.experts, mesh=mesh, reshard_after_forward=False)
+    fully_shard(moe, mesh=mesh)
+    saved = {name: value.clone() for name, value in moe.state_dict().items()}
+    with torch.no_grad():
+        moe(torch.randn(3, 16))
+    moe.load_state_dict(saved)
 
 
 @cases(RANKS)

@@ -8,6 +8,7 @@ from pipe_models import WIDTH
 from torch import nn
 from torch.nn import functional as F
 
+from pymoe.nn import MoE
 from pymoe.pipe import Pipe
 from pymoe.pipe.schedules import build, simulate
 
@@ -60,6 +61,47 @@ def test_hooks_that_a_step_does_not_call_are_told():
         getattr(layers, register)(lambda *_: None)
         with pytest.warns(UserWarning, match="hooks of the model itself are not called"):
             step(Pipe(layers, 2))
+
+
+MIXED_ROWS = {
+    "batch norm that trains": lambda: nn.BatchNorm1d(WIDTH),
+    "batch norm without running statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False).eval(),
+    "capacity": lambda: MoE(WIDTH, 16, 4, 2, capacity_factor=1.9),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_ROWS)
+def test_a_layer_that_would_mix_other_rows_warns(name):
+    pipe = Pipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), MIXED_ROWS[name]()), 2)
+    pipe.train(pipe.staged.module[1].training)
+    x = torch.randn(8, WIDTH)
+    for _ in range(2):  # an error of the first call does not count as said
+        with pytest.raises(UserWarning, match="outputs and gradients are not those of the whole mini-batch"):
+            call_with_errors(pipe, x)
+
+
+ROWS_ALONE = {
+    "batch norm in evaluation": lambda: nn.BatchNorm1d(WIDTH).eval(),
+    "deferred batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "a capacity for all": lambda: MoE(WIDTH, 16, 4, 2, capacity_factor=2.0),
+    "no capacity": lambda: MoE(WIDTH, 16, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_ALONE)
+def test_a_layer_that_treats_rows_alone_does_not_warn(name):
+    layer = ROWS_ALONE[name]()
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
+    pipe = Pipe(layers, 2, deferred_batch_norm=name == "deferred batch norm")
+    pipe.train(layer.training)
+    call_with_errors(pipe, torch.randn(8, WIDTH))
+
+
+def call_with_errors(pipe, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return pipe(x)
 
 
 @pytest.mark.parametrize(
