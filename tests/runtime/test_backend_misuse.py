@@ -204,7 +204,7 @@ def test_errors_of_the_dry_run_say_where_they_come_from() -> None:
     if hasattr(caught.value, "add_note"):
         assert notes is not None
         assert "ExpertBackend 'e'" in notes[0]
-        assert "outputs_schema" in notes[0]
+        assert "must have the shape of one row" in notes[0]
     with pytest.raises(ValueError, match=r"got args_schema=\(4,\).* constant"):
         make(args_schema=(4,))
 
