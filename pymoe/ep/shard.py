@@ -286,7 +286,10 @@ def _layers_of(model: Any) -> dict[str, MoE]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for name, module in model.named_modules():
         if isinstance(module, ShardedLayer):
-            raise ValueError(f"shard: layers must not be sharded yet, got {name!r} on {module.sharding.ranks} ranks")
+            raise ValueError(
+                f"shard: layers must not be sharded yet, got {name!r} on {module.sharding.ranks} ranks: call shard "
+                f"once, on the whole model"
+            )
     for name, layer in layers.items():
         if type(layer) is not MoE:
             raise TypeError(f"shard: layers must be of the class MoE itself, got {name!r} of {type(layer).__name__}")

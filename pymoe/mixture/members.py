@@ -153,7 +153,9 @@ class Slots:
         """
         names = self.names()
         if name in names:
-            raise ValueError(f"{NAME}: there already is a backend {name!r}, in slot {names[name]}")
+            raise ValueError(
+                f"{NAME}: there already is a backend {name!r}, in slot {names[name]}: give each a name of its own"
+            )
         free = sorted(set(range(self.count)) - set(names.values()))
         if slot is not None and (isinstance(slot, bool) or not isinstance(slot, int)):
             raise TypeError(f"{NAME}: slot must be an int, got {type(slot).__name__}")

@@ -23,17 +23,17 @@ def warn_of_micro_batches(model: nn.Module) -> None:
         if isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm) and _normalises(layer):
             how = (
                 "normalises each micro-batch by itself",
-                "take LayerNorm or GroupNorm, or chunks=1; Pipe(deferred_batch_norm=True) mends the running "
+                "take LayerNorm or GroupNorm; pymoe.pipe.convert_deferred_batch_norm(model) mends the running "
                 "statistics alone",
             )
         elif has_capacity(layer):
-            how = "drops tokens past the capacity of each micro-batch", "take capacity_factor=None, or chunks=1"
+            how = "may drop tokens past the capacity of each micro-batch", "take capacity_factor=None"
         else:
             continue
         does, remedy = how
         warnings.warn(
-            f"Pipe: {type(layer).__name__} {name!r} {does}, so outputs and gradients are not those of the whole "
-            f"mini-batch: {remedy}",
+            f"Pipe: {type(layer).__name__} {name!r} {does}, so outputs and gradients may not be those of the "
+            f"whole mini-batch: {remedy}",
             UserWarning,
             stacklevel=stack_level(),
         )

@@ -161,8 +161,12 @@ def why_not_free(address: str) -> str:
             family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
             with socket.create_server((host.strip("[]"), int(port)), family=family):
                 pass
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"{os.strerror(error.errno)}; port 0 takes any free one"
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
     return "gRPC does not say why"
 
 
@@ -274,4 +278,8 @@ def token_problem(metadata: Any, token: str) -> str:
             given = value
     if hmac.compare_digest(given.encode(), (PREFIX + token).encode()):
         return ""
-    return "and this is not it" if given else "got none: give connect() token=, or a command --token-file"
+    return (
+        "got another one: give connect() or a command the token of this server"
+        if given
+        else "got none: give connect() token=, or a command --token-file"
+    )

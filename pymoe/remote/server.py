@@ -135,7 +135,9 @@ class ExpertServer:
         check_server(address, tls, token)
         check_seconds("ExpertServer: save_every", save_every)
         check_seconds("ExpertServer: grace", grace)
-        members = [backends] if isinstance(backends, ExpertBackend) else list(backends)
+        given: Any = backends
+        alone = isinstance(given, ExpertBackend) or not isinstance(given, Iterable)
+        members: list[Any] = [given] if alone else list(given)
         self.address = address
         self.incarnation = uuid.uuid4().hex
         self._tls = tls

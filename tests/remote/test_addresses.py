@@ -15,7 +15,7 @@ from limits import LONG
 
 from pymoe.remote import ExpertServer, connect
 from pymoe.remote import server as server_module
-from pymoe.remote.security import addresses_of, check_address, held_for_binding
+from pymoe.remote.security import addresses_of, check_address, held_for_binding, why_not_free
 
 X = torch.randn(2, WIDTH)
 
@@ -101,6 +101,10 @@ def test_a_path_on_which_there_can_be_no_socket(tmp_path: Path, kind: str) -> No
     with pytest.raises(OSError, match="cannot listen at unix:"):
         ExpertServer(mlp("a"), f"unix:{tmp_path}/{path}").start()
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_name_that_nobody_knows_is_said_to_be_one() -> None:
+    assert "name" in why_not_free("none.invalid:0").lower()  # in the words of the system's library
 
 
 def test_a_port_that_is_in_use_is_said_to_be() -> None:

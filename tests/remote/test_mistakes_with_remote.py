@@ -48,6 +48,7 @@ with Runtime([b]):
         "ExpertServer([nn.Linear(8, 8)])",
         r"expected an ExpertBackend to serve, got Linear: make a backend of the module with ExpertBackend\(",
     ),
+    "a module alone for a server": ("ExpertServer(nn.Linear(8, 8))", "expected an ExpertBackend to serve, got Linear"),
     "no port": ("connect('127.0.0.1')", "expected HOST:PORT with a port from 1 to 65535, .* got '127.0.0.1'"),
     "a URL": ("connect('http://127.0.0.1:7000')", "expected HOST:PORT .* got 'http://127.0.0.1:7000'"),
     "a server without a port": ("ExpertServer([b], 'localhost')", "expected HOST:PORT .* got 'localhost'"),
@@ -93,7 +94,7 @@ ACCESS: Table = {
 with ExpertServer([b], token="right") as server:
     connect(server.address, token="wrong", timeout=9)
 """,
-        "^PermissionError: .*a token is needed, and this is not it",
+        r"^PermissionError: .*a token is needed, got another one: give connect\(\) or a command the token",
     ),
     "no token": (
         """

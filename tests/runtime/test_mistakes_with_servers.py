@@ -141,7 +141,7 @@ BACKENDS: Table = {
     ),
     "one name for two in a mixture": (
         "MixtureOfExpertBackends([backend(), backend()], top_k=1)",
-        "there already is a backend 'b', in slot 0",
+        "there already is a backend 'b', in slot 0: give each a name of its own",
     ),
 }
 CALLS: Table = {

@@ -26,6 +26,7 @@ OTHER_NAMES = {"load_in_4bit": "bits=4 gives 4 bits", "load_in_8bit": "bits=8 gi
 
 OTHER_FORMATS = {
     **dict.fromkeys((*STORED, "gguf"), f"format={AS_STORED!r} keeps the weights of such files as they are"),
+    "mxfp4": "format='mxfp' with bits=4",
     "int8": "bits=8 gives integers of 8 bits",
     **dict.fromkeys(("int4", "nf4", "fp4"), "bits=4 gives 4 bits"),
 }
