@@ -131,7 +131,7 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
 
 
 def serve(runtimes: Any, port: int) -> None:
-    """Serve the metrics of ``runtimes``, as :class:`RuntimeCollector` takes them, at http://127.0.0.1:PORT/metrics.
+    """Serve the metrics of ``runtimes``, as :class:`RuntimeCollector` takes them, at ``http://127.0.0.1:PORT/metrics``.
 
     Raises:
         ImportError: prometheus-client is not installed.

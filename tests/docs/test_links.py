@@ -125,3 +125,9 @@ def test_what_the_design_page_names_is_in_the_file_that_it_names(file: str) -> N
     for one in WHERE_TO_ADD[file]:
         assert f"`{one}`" in page or f'`@{one}("name")`' in page
         assert re.search(rf"\b{one}\b", source)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_line_begins_with_a_percent_sign(page: Path) -> None:
+    """MyST takes such a line for a comment, and leaves it out without a warning."""
+    assert not re.findall(r"^[ \t]*%.*", prose(page.read_text()), re.MULTILINE)
