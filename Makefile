@@ -22,7 +22,7 @@ NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 help:
 	@echo 'make train   train a mixture-of-experts language model (ARGS="--help" for its options); results in runs/'
 	@echo 'make check   lint, types, one case of every quick Python test, C++ tests: some five minutes on two cores'
-	@echo 'make test    lint, types, docs, Python and C++ tests, an installation: some 13 minutes on two cores'
+	@echo 'make test    lint, types, docs, Python and C++ tests, an installation: some 15 minutes on two cores'
 	@echo 'make test-deep  what make test leaves out: grids, sanitizers, planted faults, PTX, machine code: forty minutes'
 	@echo 'make test-all   both, with every case of every grid and longer stress: before a release'
 	@echo '             (results of all four in build/tests/; ARGS="python types" names the steps)'

@@ -43,8 +43,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if an optimizer would hand experts and whole parameters to one function of torch together."""
     for group in optimizer.param_groups:
         way = next((way for way in ("foreach", "fused") if group.get(way)), None)
+        if way is None:
+            continue
         kinds = {(one.device, one.dtype, isinstance(one, DTensor)) for one in group["params"] if one.grad is not None}
-        if way and len(kinds) > len({kind[:2] for kind in kinds}):  # torch calls one function for a device and dtype
+        if len(kinds) > len({kind[:2] for kind in kinds}):  # torch calls one function for a device and dtype
             raise ValueError(
                 f"{type(optimizer).__name__}: {way} must be False for DTensors, such as experts that are spread over "
                 f"ranks, together with other parameters of their dtype, got {way}={group[way]}"

@@ -142,10 +142,16 @@ def addresses_of(address: str) -> list[str]:
 def _is_own(host: str) -> bool:
     """Return whether this machine has the address; it may lack IPv6, for example."""
     try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return True
+        _listen_for_a_moment(host, 0)
     except OSError:
         return False
+    return True
+
+
+def _listen_for_a_moment(host: str, port: int) -> None:
+    """Raise the system's error if nothing can listen there."""
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        pass
 
 
 def why_not_free(address: str) -> str:
@@ -158,9 +164,7 @@ def why_not_free(address: str) -> str:
             os.unlink(path)
         else:
             host, _, port = address.rpartition(":")
-            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-            with socket.create_server((host.strip("[]"), int(port)), family=family):
-                pass
+            _listen_for_a_moment(host.strip("[]"), int(port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return f"{os.strerror(error.errno)}; port 0 takes any free one"

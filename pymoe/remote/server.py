@@ -224,11 +224,12 @@ class ExpertServer:
                 raise
 
     async def _listen(self) -> None:
+        credentials = None if self._tls is None else self._tls.server_credentials()
         for tries_left in reversed(range(PORT_TRIES)):
             server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
             server.add_generic_rpc_handlers((self._service,))
             try:
-                port = self._bind(server)
+                port = self._bind(server, credentials)
                 break
             except OSError:  # a free port at one address of the host may be taken at another
                 await server.stop(None)
@@ -242,17 +243,17 @@ class ExpertServer:
         if self._root is not None and self._save_every > 0:
             self._keep(asyncio.ensure_future(self._save_regularly()))
 
-    def _bind(self, server: grpc.aio.Server) -> int:
+    def _bind(self, server: grpc.aio.Server, credentials: grpc.ServerCredentials | None) -> int:
         """Add the port to the server at every address of the host, and return it; 1 for a Unix socket."""
         port = 0
         for address in addresses_of(self.address):
             if port:
                 address = f"{address.rpartition(':')[0]}:{port}"
             try:
-                if self._tls is None:
+                if credentials is None:
                     port = server.add_insecure_port(address)
                 else:
-                    port = server.add_secure_port(address, self._tls.server_credentials())
+                    port = server.add_secure_port(address, credentials)
             except RuntimeError:
                 raise OSError(f"cannot listen at {self.address}: {why_not_free(address)}") from None
         return port

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "dtype_of.h"
 #include "kernels/combine.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/expert_activation.h"
@@ -22,6 +23,7 @@
 #include "kernels/router_losses.h"
 
 using namespace pymoe;
+using pymoe::test::dtype_of;
 
 namespace {
 
@@ -62,14 +64,6 @@ std::vector<T> values(Random& random, int64_t count, bool hostile = false) {
     }
   }
   return made;
-}
-
-template <typename T>
-constexpr DType dtype_of() {
-  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
-  if constexpr (std::is_same_v<T, BFloat16>) return DType::kBFloat16;
-  if constexpr (std::is_same_v<T, Float16>) return DType::kFloat16;
-  return DType::kFloat32;
 }
 
 class Hash {
