@@ -47,6 +47,10 @@ pipeline(model, (torch.randint(32, (2, 5)),), split_spec={"model.layers.1": Spli
         "import sys, pymoe.quantize as q; q.main(['nobody/no-model', 'out'])",
         "expected a folder with config.json, got nobody/no-model; .*: hf download nobody/no-model --local-dir FOLDER",
     ),
+    "a folder that is not there": (
+        "import sys, pymoe.quantize as q; q.main(['../no-model', 'out'])",
+        "expected a folder with config.json, got ../no-model$",
+    ),
     "load_in_4bit": ("adapter.PymoeConfig(load_in_4bit=True)", r"got \{'load_in_4bit': True\}: bits=4 gives 4 bits"),
     "bit": ("adapter.PymoeConfig(bit=4)", r"got \{'bit': 4\}: did you mean 'bits'\?"),
 }

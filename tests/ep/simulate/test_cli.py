@@ -109,6 +109,7 @@ def test_wrong_numbers_are_refused_in_one_line(words, message, capsys):
         ["simulate", "--chunks", "1;2"],
         ["simulate", "--model", "gpt-5"],
         ["simulate", "--json", "absent/costs.json"],
+        ["simulate", "--json", ""],
     ],
 )
 def test_wrong_words_are_refused(words, capsys):
