@@ -139,11 +139,10 @@ class Experts(_FeedForward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
-        before = len(errors)
         super()._load_from_state_dict(state_dict, prefix, *args)  # a hook of FSDP in it shards its parameters again
         given = state_dict.get(f"{prefix}w_in")
-        # A DTensor has this method; its module is slow to import.
-        if len(errors) > before and hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
+        # A DTensor has this method; its module is slow to import. A plain parameter cannot take its values.
+        if hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
             errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state is of a model whose experts are spread over ranks, "
                 f"and has only the experts of one rank: gather it on all ranks by "
