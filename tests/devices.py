@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 DEVICES = {"cpu": CPU, "cuda": torch.device("cuda", 0), "pretended": pretended.DEVICE}
 PREPARED = {"cpu": nullcontext, "cuda": nullcontext, "pretended": pretended.pretended}
 """The context in which a test on each device runs."""
-FOLDERS = ("ops", "nn", "test_bugs.py")
+FOLDERS = ("ops", "nn", "gpu", "test_bugs.py")
 """The parts of tests/ that run on every device."""
 
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"}

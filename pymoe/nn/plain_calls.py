@@ -54,11 +54,11 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # This reads attributes as calls do. torch.compile guards that: a replacement makes it compile the code again. It
-    # cannot trace the ``__func__`` of a module's method, and would treat the comparison with it as false.
+    # This reads the attribute as a call does, for torch.compile, which guards what is read, not what a dictionary holds:
+    # a replacement makes it compile the code again. It cannot trace the ``__func__`` of a module's method, nor, before
+    # torch 2.13, a method that ``__get__`` makes.
     own = module.__dict__
-    forward: Any = type(module).forward
-    plain = hasattr(forward, "__get__") and module.forward == forward.__get__(module)
+    plain = module.forward is not None and hasattr(type(module).forward, "__get__")
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
