@@ -24,8 +24,9 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("compute-sanitizer", sanitizer(folder)),
         ("Rates", rates(folder)),
         ("The lines with targets", bench(folder / "design_rows.json")),
-        ("The router's product, and the launches of a layer", parts(folder)),
-        ("Layer, forward and backward", bench(folder / "layer.json")),
+        ("The router's product, and the kernels of a layer", parts(folder)),
+        ("Layer", bench(folder / "layer.json")),
+        ("Layer, with pymoe's own grouped product", bench(folder / "layer_own_product.json")),
         ("Operators", bench(folder / "operators.json")),
         ("Layer beside its peers", peers(folder)),
         ("Layer beside SonicMoE", peers(folder / "sonicmoe")),
@@ -139,6 +140,9 @@ def rates(folder: Path) -> Iterator[str]:
             return
 
 
+MOST_KERNELS = 15
+
+
 def parts(folder: Path) -> Iterator[str]:
     """Yield the results of benchmarks.gpu.parts."""
     found = read_json(folder / "parts.json") or {}
@@ -154,6 +158,12 @@ def parts(folder: Path) -> Iterator[str]:
         for part in ("forward", "backward"):
             names = ", ".join(f"{name} {count}" for name, count in counts[part].items())
             yield f"\n{part}: {sum(counts[part].values())} {counts['counted']} ({names})"
+    for shape, times in found.get("kernels", {}).items():
+        whole = sum(times.values())
+        yield f"\n{shape}, a step: {whole:.0f} us in kernels\n"
+        yield from heading("kernel, us, of all", "us, of all")
+        for name, spent in list(times.items())[:MOST_KERNELS]:
+            yield row(name, f"{spent:.1f}", f"{100 * spent / whole:.0f} %")
 
 
 NUMBERS = "called, in a graph, MB, of the copy bandwidth, of the floor, over the reference, over torch"

@@ -110,9 +110,11 @@ def all_stages(device: str, machine: dict[str, Any], folder: Path) -> list[Stage
         Stage("sanitizer", "compute-sanitizer over a small grid of calls",
               [*sanitizer, "--seconds", SECONDS if gpu else "120"], 60, 110, after=("build",),
               missing=no_nvcc or no_sanitizer),
-        measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 30, 50),
-        measurement("layer", "forward and backward: eager, in a graph, with torch alone", device, folder, 30, 60),
-        Stage("parts", "the router's product in its ways, and the launches of a layer",
+        measurement("design_rows", "rates of the machine, and lines that have targets", device, folder, 20, 50),
+        measurement("layer", "the layer: eager, in a graph, with torch alone", device, folder, 30, 60),
+        measurement("layer_own_product", "the same with pymoe's own grouped product", device, folder, 20, 50,
+                    PYMOE_TORCH_GROUPED_MM="0"),
+        Stage("parts", "the router's product in its ways, and the kernels of a layer",
               module("benchmarks.gpu.parts", "--device", device, "--output", folder / "parts.json",
                      "--budget", 2 if gpu else 0.1), 10, 25, after=("build",), environment=PASSIVE),
         Stage("peers", "the layer beside torch and transformers",
@@ -135,19 +137,22 @@ WITH_TARGETS = "gate_topk T(4096|16384) E128|build_routing T4096|(dispatch|combi
 LINES = {
     "design_rows": (WITH_TARGETS, "gate_topk T16384 E64"),
     "layer": ("^MoE", "^MoE T2048"),
+    "layer_own_product": ("^MoE", "^MoE T2048"),
     "operators": (f"^(?!MoE|{WITH_TARGETS})", "^build_routing"),
 }
 """The benchmark lines that each run measures: on a GPU, and on the CPU."""
-BUDGETS = {"design_rows": 1.0, "layer": 2.0, "operators": 0.3}
+BUDGETS = {"design_rows": 1.0, "layer": 1.5, "layer_own_product": 0.7, "operators": 0.3}
 
 
-def measurement(name: str, about: str, device: str, folder: Path, reserved: float, most: float) -> Stage:
+def measurement(
+    name: str, about: str, device: str, folder: Path, reserved: float, most: float, **environment: str
+) -> Stage:
     """Return a stage that runs pymoe.bench, which saves its results as it goes."""
     gpu = device == "cuda"
     lines = LINES[name][0 if gpu else 1]
     command = module("pymoe.bench", "run", "--device", device, "--filter", lines, "--json", folder / f"{name}.json")
     command += ["--limit", SECONDS, "--budget", str(BUDGETS[name] if gpu else 0.05)]
-    return Stage(name, about, command, reserved, most, after=("build",), environment=PASSIVE)
+    return Stage(name, about, command, reserved, most, after=("build",), environment=PASSIVE | environment)
 
 
 TESTS = {
@@ -156,7 +161,10 @@ TESTS = {
         "properties memory_safety cuda_indices",
         "gate_topk_semantics",
     ),
-    "tests_layers": ("nn/ ops/test_compile.py ops/test_gradients.py ops/test_opcheck.py test_bugs.py", "test_bugs.py"),
+    "tests_layers": (
+        "nn/ gpu/ ops/test_compile.py ops/test_gradients.py ops/test_opcheck.py test_bugs.py",
+        "test_bugs.py",
+    ),
 }
 """The tests of each run: on a GPU, and on the CPU."""
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}

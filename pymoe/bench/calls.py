@@ -72,6 +72,8 @@ class Operator:
     tolerances: dict[torch.dtype, tuple[float, float]]
     """(rtol, atol) by dtype, for gradients and for outputs that are not exact."""
     bench_cases: tuple[BenchCase, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Types of devices for which the operator has a kernel."""
 
     def is_exact(self, output: int) -> bool:
         """Return whether output number ``output`` is promised to be exact bit for bit."""

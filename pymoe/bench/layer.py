@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pymoe.bench.calls import Target, generator
+from pymoe.bench.cold import Rotating
 from pymoe.bench.correctness import Verdict, max_error
-from pymoe.bench.floor import Floor, Rates
+from pymoe.bench.floor import Floor, Rates, floor_for
 from pymoe.bench.lines import Candidates, Line
 from pymoe.nn import MoE
 from pymoe.nn.options import Backend
@@ -54,6 +55,11 @@ class Shape:
         """Return the number of elements of the weights, input and output, and of their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
+    def bytes_read(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the weights of the experts that random tokens choose, and of the tokens, in a forward."""
+        reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
+        return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)
+
 
 SHAPES = (
     Shape("small language model", 2048, 256, 512, 8, 2),
@@ -64,6 +70,10 @@ CUDA_SHAPES = (
     Shape("SonicMoE Fig. 13", 16384, 1536, 1024, 16, 2),
     Shape("few tokens", 256, 2048, 768, 128, 8),
 )
+FEW_TOKENS = tuple(Shape("Qwen3-30B", tokens, 2048, 768, 128, 8) for tokens in (1, 16, 64, 512))
+"""Shapes whose forward pass alone is measured on CUDA, in evaluation mode: steps of generation, and a short prompt."""
+INPUTS = 8
+"""Number of inputs that take turns in a forward of few tokens, which would otherwise find its experts in the cache."""
 
 
 def layer_lines() -> Iterator[Line]:
@@ -86,6 +96,38 @@ def layer_lines() -> Iterator[Line]:
                 partial(candidates_of, shape, dtype),
                 devices=(device,),
             )
+    for shape in FEW_TOKENS:
+        yield Line(
+            "MoE", str(shape), torch.bfloat16, "forward", shape.bytes_read(torch.bfloat16), 0, shape.name, {},
+            partial(forward_candidates_of, shape, torch.bfloat16), devices=("cuda",),
+        )  # fmt: skip
+
+
+def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
+    """Return forward passes without gradients of the layer in both backends and in plain torch, and their floor."""
+    random = generator()
+    inputs = [torch.randn(shape.tokens, shape.hidden, generator=random).to(device, dtype) for _ in range(INPUTS)]
+    native = layer_of(shape, dtype, device).eval()
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "native": native,
+        "reference": layer_of(shape, dtype, device, backend="reference").eval(),
+        "baseline": with_torch_alone(native),
+    }
+
+    def without_gradients(way: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return way(x)
+
+    calls = {name: Rotating([partial(without_gradients, way, x) for x in inputs]) for name, way in ways.items()}
+    return Candidates(
+        calls,
+        floor_for(shape.bytes_read(dtype), 0, dtype, device, rates),
+        lambda: verdict_of(
+            *((without_gradients(ways[name], inputs[0]),) for name in ("native", "reference")),
+            ("output",),
+            RELATIVE_ERROR[dtype],
+        ),
+    )
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:

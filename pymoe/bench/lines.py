@@ -87,6 +87,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
             case.source,
             {"cpu": case.target, "cuda": case.cuda_target},
             partial(candidates_of, operator, case),
+            operator.devices,
         )
 
 

@@ -341,8 +341,9 @@ def _operator(
     exact: tuple[bool, ...],
     tolerances: dict[torch.dtype, tuple[float, float]],
     *cases: BenchCase,
+    devices: tuple[str, ...] = ("cpu", "cuda"),
 ) -> Operator:
-    return Operator(name, getattr(ops, name), getattr(reference, name), exact, tolerances, cases)
+    return Operator(name, getattr(ops, name), getattr(reference, name), exact, tolerances, cases, devices)
 
 
 _ALL = (
@@ -435,7 +436,7 @@ _ALL = (
         grouped_linear_case("a small model", 2048, 8, 512, 128),
         grouped_linear_case("a small model", 2048, 8, 512, 128, backward=True),
     ),
-    _operator("quantize_weight", (True,), NO_TOLERANCE),
+    _operator("quantize_weight", (True,), NO_TOLERANCE, devices=("cpu",)),
     _operator("dequantize_weight", (True,), NO_TOLERANCE),
     _operator("pack_weight", (True,), NO_TOLERANCE),
     _operator("unpack_weight", (True,), NO_TOLERANCE),
@@ -452,6 +453,7 @@ _ALL = (
             for rows in (1, 64)
         ),
         *(quantized_linear_case("Qwen3-30B, eight experts", rows, 8, "symmetric") for rows in (1, 64)),
+        devices=("cpu",),
     ),
     _operator(
         "router_losses",

@@ -54,9 +54,9 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # This reads the attribute as a call does, for torch.compile, which guards what is read, not what a dictionary holds:
-    # a replacement makes it compile the code again. It cannot trace the ``__func__`` of a module's method, nor, before
-    # torch 2.13, a method that ``__get__`` makes.
+    # This reads the attribute as a call does, for torch.compile, which guards what is read and not what a dictionary
+    # holds: a replacement makes it compile the code again. It cannot trace the ``__func__`` of a module's method nor,
+    # before torch 2.13, a method that ``__get__`` makes.
     own = module.__dict__
     plain = module.forward is not None and hasattr(type(module).forward, "__get__")
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"

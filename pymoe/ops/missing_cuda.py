@@ -1,4 +1,4 @@
-"""Raises an error with a remedy if operators get CUDA tensors in a build without CUDA kernels."""
+"""Raises an error with a remedy if operators without a CUDA kernel get CUDA tensors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import NoReturn
 
 import torch
 
+from pymoe._native import load_operators
 from pymoe._torch_private import dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 
 _LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
 
 refused: list[str] = []
-"""The operators that refuse CUDA tensors in this build: all of them, or none."""
+"""The operators that refuse CUDA tensors: all in a build without CUDA kernels, else those of quantised weights."""
 
 
 def register() -> None:
@@ -27,9 +28,11 @@ def register() -> None:
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
+    where = "for this operator" if load_operators().cuda else "in this build"
+
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
-            f"{name}: there is no CUDA kernel in this build; use CPU tensors, or pymoe.reference / backend='reference'"
+            f"{name}: there is no CUDA kernel {where}; use CPU tensors, or pymoe.reference / backend='reference'"
         )
 
     return refuse

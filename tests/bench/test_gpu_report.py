@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import markdown as gpu_markdown  # noqa: E402
 from benchmarks.gpu import report, sanitize  # noqa: E402
 from benchmarks.gpu.markdown import markdown  # noqa: E402
+from benchmarks.gpu.parts import plain_name  # noqa: E402
 from benchmarks.gpu.stages import Stage, run_stages, scrubbed  # noqa: E402
 
 HANG = "import os, subprocess, sys, time; print('begun', flush=True)\n"
@@ -132,8 +133,10 @@ def test_the_router_and_the_launches_have_their_part(tmp_path):
     ways = found["router"]["ways"]
     assert len(ways) == 4
     assert all(one["largest_error"] < 1e-4 for one in ways.values() if one["largest_error"] is not None)
+    assert any("pymoe::" in name for times in found["kernels"].values() for name in times)
     text = "\n".join(gpu_markdown.parts(tmp_path))
     assert "| as the layer does it |" in text
+    assert "us in kernels" in text
     assert "operators called (" in text
 
 
@@ -194,14 +197,35 @@ def test_the_stages_of_a_gpu_fit_its_limit_and_name_files_that_exist(tmp_path):
     lines = {name: [line.name for line in selected("cuda", wanted[0])] for name, wanted in report.LINES.items()}
     assert len(lines["design_rows"]) >= 7
     assert all("MoE" in name for name in lines["layer"])
-    assert len(lines["layer"]) >= 3
+    assert len(lines["layer"]) >= 7
     assert len(lines["operators"]) > 30
     everything = selected("cuda", "")
-    assert sorted(line.name for line in everything) == sorted(name for names in lines.values() for name in names)
+    assert lines["layer_own_product"] == lines["layer"]  # measured twice
+    once = [name for stage, names in lines.items() if stage != "layer_own_product" for name in names]
+    assert sorted(line.name for line in everything) == sorted(once)
+    assert not any("quantized" in name for name in once)  # these have no CUDA kernels
+
     assert {line.name for line in everything if line.targets.get("cuda")} == set(lines["design_rows"])
     for operator in ("gate_topk T4096 E128 K8", "build_routing T4096 K8 E128", "dispatch T4096 H7168 K8"):
         assert any(name.startswith(operator) for name in lines["design_rows"])
     assert all(selected("cpu", wanted[1]) for wanted in report.LINES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        (
+            "void pymoe::cuda::(anonymous namespace)::combine_kernel<pymoe::BFloat16, 16>(int)",
+            "pymoe::cuda::combine_kernel",
+        ),
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detailE", "cutlass::device_kernel"),
+        ("Memset (Device)", "Memset"),
+        ("nvjet_sm90_tss_64x8_64x16_2x1_v_bz_TNT", "nvjet_sm90_tss_64x8_64x16_2x1_v_bz_TNT"),
+    ],
+)
+def test_kernels_have_their_plain_names(name, plain):
+    """On an H200 the report called most kernels "void pymoe::cuda::", and gave those of torch a thousand letters."""
+    assert plain_name(name) == plain
 
 
 def selected(device, pattern):

@@ -238,9 +238,7 @@ def test_a_model_of_transformers_computes_what_eager_does(dtype, device):
     models = []
     for implementation in ("eager", "pymoe"):
         torch.manual_seed(1)
-        made = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, experts_implementation=implementation
-        )
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
         models.append(made.to(device))
     tokens = torch.randint(2, 97, (2, 24)).to(device)
     losses = [model(tokens, labels=tokens).loss for model in models]

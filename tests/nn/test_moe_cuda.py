@@ -90,7 +90,8 @@ if torch.cuda.is_available():
         def step():
             with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
                 y = layer(x)
-            return (y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()]))
+            gradients = torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+            return (y.detach(), *gradients)  # a graph that is kept would tie the capture to the stream it was made on
 
         expected = step()
         assert expected[0].dtype == torch.bfloat16

@@ -17,12 +17,11 @@ REFUSALS = (ValueError, IndexError, TypeError, RuntimeError, MemoryError)
 
 
 @pytest.mark.only_on("cuda", "pretended")
-@pytest.mark.parametrize("name", CALLS)
-def test_hostile_calls_leave_the_device_healthy(name, device):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_hostile_calls_leave_the_device_healthy(call, device):
     """Every argument is corrupted in every way, one at a time: the call raises or returns, and the device still
     works.
     """
-    call = CALLS[name]
     operator = getattr(torch.ops.pymoe, call.operator)
     neighbour = torch.full((1 << 16,), 7, dtype=torch.int32)
     for bad in hostile_calls(call):

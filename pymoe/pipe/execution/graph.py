@@ -168,7 +168,12 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
     tensor = boundary.tensor
     if boundary.version != (-1 if tensor.is_inference() else tensor._version):
         raise RuntimeError(_EDITED)
-    return tensor if device is None or tensor.device == device else tensor.to(device, non_blocking=True)
+    return tensor if device is None else moved(tensor, device)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on ``device``; the host waits only for copies to the CPU, which it could read too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def receive_value(value: StageValue, device: torch.device | None) -> Any:
@@ -328,7 +333,7 @@ class Graph:
         """Add the gradients of the edges, which come first in ``grads``, to their accumulators."""
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
-                accumulator.add_gradient(number, grad if home is None else grad.to(home, non_blocking=True))
+                accumulator.add_gradient(number, grad if home is None else moved(grad, home))
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
