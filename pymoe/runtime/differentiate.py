@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pymoe.autograd.this_thread import on_this_thread
 from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
@@ -40,11 +41,11 @@ def run_backward_pass(
             grads.append(grad if grad.dtype == output.dtype else grad.to(output.dtype))
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if roots and trains:
-        torch.autograd.backward(roots, grads)
+        on_this_thread(torch.autograd.backward, roots, grads)
         found = [leaf.grad for leaf in leaves]
     elif roots:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        computed = iter(torch.autograd.grad(roots, wanted, grads, allow_unused=True) if wanted else ())
+        computed = iter(on_this_thread(torch.autograd.grad, roots, wanted, grads, allow_unused=True) if wanted else ())
         found = [next(computed) if leaf.requires_grad else None for leaf in leaves]
     if len(leaves) > 1:
         found = _apart(found)

@@ -41,7 +41,8 @@ def separately(x, experts, weights, w_in, w_out, *, activation, b_in=None, b_out
     offsets = routing.offsets
     if leaves_bias(cast_operands(x)[0]):  # a GPU where torch makes the products and other operators add the biases
         rows = ops.grouped_linear(ops.dispatch(x, routing), w_in, offsets)
-        rows = ops.expert_activation(rows, activation, None if b_in is None else b_in.to(rows.dtype), offsets)
+        biases = () if b_in is None else (b_in.to(rows.dtype), offsets)
+        rows = ops.expert_activation(rows, activation, *biases)
         rows = ops.grouped_linear(rows, w_out, offsets)
         return ops.combine(rows, routing, weights, None if b_out is None else b_out.to(rows.dtype))
     rows = ops.grouped_linear(ops.dispatch(x, routing), w_in, offsets, b_in)
