@@ -52,17 +52,18 @@ class ShardedMoE(ShardedLayer, MoE):
             gate, logits_TE = self.router(x_TH)
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
+            self._check_choice(rows_TH, gate.experts, gate.weights)
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
-            shared: list[Tensor] = []
+            shared_TH: Tensor | None = None
 
             def compute_shared() -> None:
-                if self.shared is not None:
-                    shared.append(self.shared(rows_TH))
+                nonlocal shared_TH
+                shared_TH = self.shared(rows_TH)  # type: ignore[misc]
 
-            y_TH = call.finish(self.experts, weights_TK, compute_shared)
-            for shared_TH in shared:
+            y_TH = call.finish(self.experts, weights_TK, compute_shared if self.shared is not None else None)
+            if shared_TH is not None:
                 y_TH = y_TH + shared_TH
             self.last.keep(
                 load=gate.load, dropped=dispatcher.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z
