@@ -12,6 +12,7 @@ from pymoe._common.types import Gate, RouterLosses
 from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.dispatcher import TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
+from pymoe.nn.apply_experts import check_choice
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.operands import as_rows
@@ -56,6 +57,8 @@ class ShardedMoE(ShardedLayer, MoE):
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
+            if weights_TK is not gate.weights:  # other losses may have changed them
+                check_choice(rows_TH, gate.experts, weights_TK)
             shared_TH: Tensor | None = None
 
             def compute_shared() -> None:

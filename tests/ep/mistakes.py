@@ -5,6 +5,7 @@ import io
 import torch
 import torch.distributed as dist
 from failures import WRONG, bug, told
+from rank_setup import group_of_one
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,6 +60,13 @@ def wrong_choices(rank, world, change):
     if hook is not None:
         hook.remove()
     return said, told(few, x)
+
+
+def wrong_weights(rank, world):
+    """Return the rank's error when its losses return weights in another dtype; each rank has a group of its own."""
+    few = ep.shard(layers(), group_of_one())["few"]
+    few.losses.register_forward_hook(lambda *call: (call[-1][0].double(), call[-1][1]))
+    return told(few, torch.randn(3, 12, dtype=torch.float32))
 
 
 def unknown_activation(rank, world):

@@ -47,6 +47,12 @@ def test_a_rank_whose_router_makes_wrong_choices_tells_the_others(ranks, change,
         assert afterwards is None
 
 
+def test_weights_of_other_losses_are_checked(ranks):
+    for kind, text, *_ in ranks.run(mistakes.wrong_weights):
+        assert kind == "TypeError"
+        assert "weights must not have dtype float64 for x of torch.float32" in text
+
+
 def test_an_activation_that_does_not_exist_is_refused_before_rows_travel(ranks):
     for said, afterwards in ranks.run(mistakes.unknown_activation):
         assert said[0] == "ValueError"
