@@ -45,6 +45,7 @@ class TokenDispatcher:
     """The exchange back to the ranks of the tokens."""
 
     def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
+        experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
         self.sharding, self.gate, self.capacity_factor, self.ops = sharding, gate, capacity_factor, ops
         self.top_k = gate.experts.shape[1]
         self.group_has_capacity = capacity_factor is not None and sharding.scope == "group"
@@ -68,7 +69,6 @@ class TokenDispatcher:
         experts_TK = self.gate.experts
         if sharding.send_positions is not None:
             experts_TK = sharding.send_positions.to(experts_TK.device)[experts_TK.long()]
-        experts_in_range("build_routing", experts_TK, sharding.num_experts, False)
         routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
