@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import secrets
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -126,6 +127,7 @@ def register_layer(sharding: ExpertSharding) -> None:
     state.max_counts = max(state.max_counts, sharding.num_counts)
 
 
+@functools.cache
 def layer_number(title: str) -> int:
     """Return the number of a layer in messages, and remember its title for errors."""
     number = zlib.crc32(title.encode()) & 0x7FFFFFFF
@@ -134,6 +136,9 @@ def layer_number(title: str) -> int:
 
 
 # The count exchange of a call.
+
+# torch 2.13 has a new name for it, and warns about the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CallSignature(NamedTuple):
@@ -187,7 +192,7 @@ def call_signature(
     sharding: ExpertSharding,
     rows_TH: Tensor,
     weights_TK: Tensor,
-    experts: Iterable[tuple[str, Tensor]],
+    experts: Mapping[str, Tensor],
     top_k: int,
     capacity_factor: float | None,
     options: tuple[Any, ...],
@@ -198,12 +203,15 @@ def call_signature(
         sharding: the layer's sharding.
         rows_TH: (T, H), the tokens as they will travel.
         weights_TK: (T, K), the weights of the gate.
-        experts: the parameters of this rank's experts, and their names.
+        experts: the parameters of this rank's experts, by name.
         top_k: K, the number of choices.
         capacity_factor: the layer's capacity factor, or None. It is compared as a float32.
         options: all other options on which rows and gradients depend, as alternating names and values.
     """
     recorded = torch.is_grad_enabled()
+    trained = 0
+    for name, parameter in experts.items():
+        trained |= parameter.requires_grad << PARAMETERS.index(name)
     factor = None if capacity_factor is None else min(capacity_factor, MAX_CAPACITY_FACTOR)
     return CallSignature(
         layer_number(sharding.title),
@@ -211,7 +219,7 @@ def call_signature(
         rows_TH.shape[1],
         FLOATING.index(rows_TH.dtype),
         int(recorded and rows_TH.requires_grad),
-        sum(1 << PARAMETERS.index(name) for name, one in experts if recorded and one.requires_grad),
+        trained if recorded else 0,
         int(recorded and sharding.deduplicate and weights_TK.requires_grad),
         top_k,
         0 if factor is None else struct.unpack("<i", struct.pack("<f", factor))[0],
@@ -267,7 +275,7 @@ class CountExchange:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
         self._message = message  # must be there until the work is done
-        start = functools.partial(all_gather, self._gathered, message, sharding.group)
+        start = functools.partial(all_gather, self._gathered, message, group=sharding.group, async_op=True)
         self._exchange = Exchange(sharding, "the counts of rows", start, begins_call=True)
 
     def wait(self) -> Tensor:
@@ -289,11 +297,12 @@ class CountExchange:
         messages: list[list[int]] = self.wait().tolist()  # the one read of a call
         raise_for_difference(sharding, messages)
         rows, end = HEADER + sharding.num_experts, HEADER + sharding.num_counts
-        return ExchangedCounts(
-            [one[HEADER:rows] for one in messages],
-            [one[HEADER - 1] for one in messages],
-            [one[rows:end] for one in messages],
-        )
+        counts = ExchangedCounts([], [], [])
+        for message in messages:
+            counts.loads.append(message[HEADER:rows])
+            counts.tokens.append(message[HEADER - 1])
+            counts.rows.append(message[rows:end])
+        return counts
 
 
 def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
@@ -302,13 +311,6 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
         CountExchange(sharding, None, error=error).read()
     if sharding.transport == "padded":  # the others do not read it, and wait for rows
         report_error(sharding, f"raised {describe_error(error)}")
-
-
-def all_gather(output: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin to gather equal tensors of all ranks in one; return the work."""
-    if hasattr(dist, "all_gather_single"):  # torch 2.13 has a new name for it, and warns about the old one
-        return dist.all_gather_single(output, mine, group=group, async_op=True)
-    return dist.all_gather_into_tensor(output, mine, group=group, async_op=True)
 
 
 def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) -> None:
@@ -321,17 +323,18 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
     Raises:
         GroupError: ranks disagree, or one of them cannot continue.
     """
-    failed = tuple(rank for rank, message in enumerate(messages) if message[HEADER - 2] == FAILED)
-    if failed:
+    *signature, failures, _ = itertools.islice(zip(*messages, strict=True), HEADER)
+    if FAILED in failures:
+        failed = tuple(rank for rank, failure in enumerate(failures) if failure == FAILED)
         text = "".join(map(chr, messages[failed[0]][HEADER:])).rstrip("\0") or "its own error says why"
         raise GroupError(
             f"MoE {sharding.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: {text}",
             sharding.layer,
             failed,
         )
-    signatures = [CallSignature(*message[: len(MEANING)]) for message in messages]
-    for field, values in zip(MEANING, zip(*signatures, strict=True), strict=True):
+    for field, values in zip(MEANING, signature, strict=True):
         if len(set(values)) > 1:
+            signatures = [CallSignature(*message[: len(MEANING)]) for message in messages]
             usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
             others = tuple(rank for rank, value in enumerate(values) if value != usual)
             seen = ", ".join(f"rank {rank}: {signature.shown(field)}" for rank, signature in enumerate(signatures))

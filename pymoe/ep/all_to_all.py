@@ -27,7 +27,6 @@ from pymoe._common.types import Routing
 from pymoe.ep.agreement import ExchangedCounts
 from pymoe.ep.failures import Exchange, GroupError, report_failed_backward
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.ops.function_calls import call
 
 _HUGE_PAGE = 2 << 20
 
@@ -80,12 +79,11 @@ class RowPlan:
         """(R, E): the rows in ``kept`` that the owners of the experts compute; without clones, all of them."""
         if sharding.max_recv_rows is not None:
             self._check_received(sharding.max_recv_rows)
-        own, rank = self.at_owners[sharding.rank], sharding.rank
-        self.counts = RowCounts(
-            sharding,
-            [[sum([own[e] for e in experts]) for experts in by_rank] for by_rank in sharding.chunk_experts],
-            [[sum([rows[e] for e in by_rank[rank]]) for rows in self.at_owners] for by_rank in sharding.chunk_experts],
-        )
+        self.counts = RowCounts(sharding, [], [])
+        own = self.at_owners[sharding.rank]
+        for chunk, by_rank in enumerate(sharding.chunk_experts):
+            self.counts.sent.append([sum(map(own.__getitem__, experts)) for experts in by_rank])
+            self.counts.received.append(list(map(sum, self.rows_by_expert(chunk))))
 
     @property
     def dropped(self) -> int:
@@ -95,16 +93,17 @@ class RowPlan:
 
     def group_load(self) -> list[int]:
         """Return, for each expert, the number of slots of all ranks for which it was chosen."""
-        return [sum(column) for column in zip(*self.loads, strict=True)]
+        return list(map(sum, zip(*self.loads, strict=True)))
 
     def rows_of_ranks(self) -> list[int]:
         """Return the number of rows that each rank computes."""
-        return [sum(rows[e] for rows in self.at_owners for e in experts) for experts in self.sharding.experts_of_ranks]
+        of_experts = list(map(sum, zip(*self.at_owners, strict=True)))
+        return [sum(map(of_experts.__getitem__, experts)) for experts in self.sharding.experts_of_ranks]
 
     def rows_by_expert(self, chunk: int) -> list[list[int]]:
         """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
         experts = self.sharding.chunk_experts[chunk][self.sharding.rank]
-        return [[rows[e] for e in experts] for rows in self.at_owners]
+        return [list(map(rows.__getitem__, experts)) for rows in self.at_owners]
 
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
@@ -191,6 +190,7 @@ class AllToAll:
 
     def __init__(self, counts: RowCounts, total: int, like: Tensor, *, last_first: bool = False) -> None:
         self.counts, self.total, self.last_first = counts, total, last_first
+        self.chunks = len(counts.sent)
         self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
         self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk: with output and input
         self._combined: Tensor | None = None
@@ -204,30 +204,24 @@ class AllToAll:
             self._gradients = AllToAll(self.counts, self.total, like, last_first=not self.last_first)
         return self._gradients
 
-    @property
-    def chunks(self) -> int:
-        """Return the number of chunks."""
-        return len(self.counts.sent)
-
-    def handle(self) -> Tensor:
-        """Return a tensor without elements that stands for rows under way."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
-
-    def start_dispatch(self, rows_SH: Tensor) -> None:
-        """Start all chunks towards the ranks of the experts."""
-        parts = self._parts(rows_SH.contiguous())
+    def start_dispatch(self, rows_SH: Tensor) -> tuple[Tensor, ...]:
+        """Start all chunks towards the ranks of the experts; return a handle for each."""
+        parts, handles = self._parts(rows_SH.contiguous()), []
         for chunk in sorted(range(self.chunks), reverse=self.last_first):
             received = self.counts.received[chunk]
             out = empty_rows(sum(received), self.width, self.dtype, self.device)
             self._start(chunk, out, parts[chunk], received, self.counts.sent[chunk])
+            handles.append(rows_SH.new_empty(0))
+        return tuple(handles)
 
-    def start_combine(self, chunk: int, rows: Tensor) -> None:
-        """Start a chunk towards the ranks of the tokens."""
+    def start_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        """Start a chunk towards the ranks of the tokens; return a handle."""
         if self._combined is None:
             self._combined = empty_rows(self.total, self.width, self.dtype, self.device)
             self._combined[sum(map(sum, self.counts.sent)) :].zero_()
         out = self._parts(self._combined)[chunk]
         self._start(chunk, out, rows.contiguous(), self.counts.sent[chunk], self.counts.received[chunk])
+        return rows.new_empty(0)
 
     def wait(self, chunk: int) -> Tensor:
         """Wait for a chunk; return its rows."""
@@ -244,7 +238,7 @@ class AllToAll:
         return combined
 
     def _parts(self, rows_SH: Tensor) -> Sequence[Tensor]:
-        sizes = [sum(sent) for sent in self.counts.sent]
+        sizes = list(map(sum, self.counts.sent))
         return rows_SH[: sum(sizes)].split(sizes)
 
     def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
@@ -258,13 +252,9 @@ class AllToAll:
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(rows_SH: Tensor, exchange: AllToAll) -> tuple[Tensor, ...]:
-        exchange.start_dispatch(rows_SH)
-        return tuple(exchange.handle() for _ in range(exchange.chunks))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.exchange = inputs[1]
+    def forward(ctx: Any, rows_SH: Tensor, exchange: AllToAll) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.start_dispatch(rows_SH)
 
     @staticmethod
     def backward(ctx: Any, *handles: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -273,12 +263,9 @@ class _StartDispatch(torch.autograd.Function):
 
 class _WaitDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(handle: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
+        ctx.exchange, ctx.chunk = exchange, chunk
         return exchange.wait(chunk)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.exchange, ctx.chunk = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -287,13 +274,9 @@ class _WaitDispatch(torch.autograd.Function):
 
 class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(rows: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
-        exchange.start_combine(chunk, rows)
-        return exchange.handle()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.exchange, ctx.chunk = inputs
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
+        ctx.exchange, ctx.chunk = exchange, chunk
+        return exchange.start_combine(rows, chunk)
 
     @staticmethod
     def backward(ctx: Any, handle: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -302,12 +285,9 @@ class _StartCombine(torch.autograd.Function):
 
 class _WaitCombine(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: AllToAll, *handles: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: AllToAll, *handles: Tensor) -> Tensor:
+        ctx.exchange = exchange
         return exchange.wait_combine()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.exchange = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -317,25 +297,25 @@ class _WaitCombine(torch.autograd.Function):
 
 def start_dispatch(rows_SH: Tensor, exchange: AllToAll) -> tuple[Tensor, ...]:
     """Start all chunks towards the ranks of the experts; return a handle for each."""
-    handles: tuple[Tensor, ...] = call(_StartDispatch, rows_SH, exchange)
+    handles: tuple[Tensor, ...] = _StartDispatch.apply(rows_SH, exchange)
     return handles
 
 
 def wait_dispatch(handle: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
     """Wait for a chunk at the rank of its experts; return its rows (n, H), rank by rank."""
-    rows: Tensor = call(_WaitDispatch, handle, exchange, chunk)
+    rows: Tensor = _WaitDispatch.apply(handle, exchange, chunk)
     return rows
 
 
 def start_combine(rows: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
     """Start a chunk towards the ranks of the tokens; return a handle."""
-    handle: Tensor = call(_StartCombine, rows, exchange, chunk)
+    handle: Tensor = _StartCombine.apply(rows, exchange, chunk)
     return handle
 
 
 def wait_combine(handles: Sequence[Tensor], exchange: AllToAll) -> Tensor:
     """Wait for all chunks at the rank of their tokens; return their rows as (S, H)."""
-    rows_SH: Tensor = call(_WaitCombine, exchange, *handles)
+    rows_SH: Tensor = _WaitCombine.apply(exchange, *handles)
     return rows_SH
 
 

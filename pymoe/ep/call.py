@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 
 from pymoe._common.types import Gate
-from pymoe._transforms import in_torch_func
 from pymoe.ep.agreement import CountExchange, call_signature, report_failure
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
@@ -28,7 +26,8 @@ from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding, local_tensor
 from pymoe.nn.local_tensors import LocalTensors
 from pymoe.nn.operands import check_parameter
-from pymoe.nn.options import operators
+from pymoe.nn.options import raw_operators
+from pymoe.ops.function_calls import is_transformed
 
 RunExperts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] | None], tuple[Tensor, ...]]
 """Takes the arguments of :meth:`pymoe.ep.ShardedExperts.forward` and returns its results."""
@@ -123,10 +122,9 @@ class ExpertCall:
             The dispatcher of the rows, with the counts of all ranks.
         """
         layer, sharding = self._layer, self._sharding
-        experts = layer.experts.stacked().items()
-        compared = gate.experts.shape[1], capacity_factor, options
-        signature = call_signature(sharding, rows_TH, gate.weights, experts, *compared)
-        ops = operators(layer.backend)
+        experts, top_k = layer.experts.stacked(), gate.experts.shape[1]
+        signature = call_signature(sharding, rows_TH, gate.weights, experts, top_k, capacity_factor, options)
+        ops = raw_operators(layer.backend)
         if sharding.transport == "padded":
             self._dispatcher = PaddedDispatcher(sharding, gate, capacity_factor, ops, layer.notes)
         else:
@@ -221,7 +219,7 @@ def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...
 
 def check_mode() -> None:
     """Raise inside transforms of :mod:`torch.func` and in forward mode, in which rows cannot travel."""
-    if in_torch_func() or forward_ad._current_level >= 0:
+    if is_transformed():
         raise RuntimeError("MoE: experts on several ranks have no derivatives inside torch.func or in forward mode")
 
 

@@ -20,7 +20,6 @@ from pymoe.ep.agreement import ExchangedCounts
 from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
 from pymoe.ep.placement import Shares, check_counts, contiguous, divide_rows, share_rows
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.ops.function_calls import call
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
@@ -208,7 +207,7 @@ class WeightBroadcast:
         self._shapes = [None if one is None else one.shape[1:] for one in own]
         place = {expert: place for place, expert in enumerate(sends.counts.sharding.own_experts)}
         sent = [[place[expert] for expert in experts] for experts in sends.experts]
-        rows: Tensor = call(_Pack, sent, dtype, *(one for one in own if one is not None))
+        rows: Tensor = _Pack.apply(sent, dtype, *(one for one in own if one is not None))
         self._exchange = AllToAll(sends.counts, rows.shape[0], rows)
         (self._handle,) = start_dispatch(rows, self._exchange)
 
@@ -223,7 +222,7 @@ class WeightBroadcast:
         Returns:
             The rows (n, H), rank by rank, and the four parameters, stacked along the clones.
         """
-        rows, weights = call(_WaitRowsAndWeights, handle, self._handle, exchange, chunk, self._exchange)
+        rows, weights = _WaitRowsAndWeights.apply(handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
         # Each parameter is copied, because kernels expect the weights of experts to be contiguous in memory.
@@ -234,14 +233,10 @@ class _Pack(torch.autograd.Function):
     """Copy the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
 
     @staticmethod
-    def forward(sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
+        ctx.sent, ctx.own = sent, [(one.shape, one.dtype) for one in own]
         index = torch.tensor([place for places in sent for place in places], device=own[0].device).long()
         return torch.cat([one.index_select(0, index).flatten(1).to(dtype) for one in own], dim=1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.sent, _, *own = inputs
-        ctx.own = [(one.shape, one.dtype) for one in own]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -276,13 +271,10 @@ class _WaitRowsAndWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        handle: Tensor, weights_handle: Tensor, exchange: AllToAll, chunk: int, weights_exchange: AllToAll
+        ctx: Any, handle: Tensor, weights_handle: Tensor, exchange: AllToAll, chunk: int, weights_exchange: AllToAll
     ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.chunk, ctx.weights_exchange = exchange, chunk, weights_exchange
         return exchange.wait(chunk), weights_exchange.wait(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, _, ctx.exchange, ctx.chunk, ctx.weights_exchange = inputs
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -20,6 +20,7 @@ from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_di
 from pymoe.ep.clones import RowPlanWithClones
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.local_tensors import LocalTensors
+from pymoe.ops.index_checks import experts_in_range
 
 
 class TokenDispatcher:
@@ -29,7 +30,7 @@ class TokenDispatcher:
         sharding: the layer's sharding.
         gate: the choice of the layer's router for this rank's tokens.
         capacity_factor: the layer's capacity factor, or None.
-        ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+        ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
     """
 
     weights_travel = False
@@ -44,6 +45,7 @@ class TokenDispatcher:
     """The exchange back to the ranks of the tokens."""
 
     def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
+        experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
         self.sharding, self.gate, self.capacity_factor, self.ops = sharding, gate, capacity_factor, ops
         self.top_k = gate.experts.shape[1]
         self.group_has_capacity = capacity_factor is not None and sharding.scope == "group"
@@ -90,7 +92,8 @@ class TokenDispatcher:
             rows_SH: (S, H), the send buffer.
             weights_TK: (T, K), the weights of the gate.
         """
-        self.dispatch, self.combine = (AllToAll(self.counts, rows_SH.shape[0], rows_SH) for _ in range(2))
+        self.dispatch = AllToAll(self.counts, rows_SH.shape[0], rows_SH)
+        self.combine = AllToAll(self.counts, rows_SH.shape[0], rows_SH)
         return start_dispatch(rows_SH, self.dispatch)
 
     def unpack(self, y_SH: Tensor, weights_TK: Tensor) -> Tensor:
@@ -371,7 +374,7 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
     Args:
         experts_TK: (T, K) int32, the chosen experts.
         limit_E: (E,) int32, the maximum number of choices of each expert.
-        ops: :mod:`pymoe.ops` or :mod:`pymoe.reference`.
+        ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
     """
     slot, _, offsets = ops.build_routing(experts_TK, limit_E.shape[0])
     chosen = experts_TK.long()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from pymoe.ep.sharding import (
 )
 from pymoe.nn.experts import Experts
 from pymoe.nn.low_rank import LowRank, add_adapters
-from pymoe.nn.options import Backend, operators
+from pymoe.nn.options import Backend, operators, raw_operators
 from pymoe.nn.quantized_experts import QuantizedLinear
 
 Adapters = tuple[Sequence[LowRank], Sequence[LowRank]]
@@ -81,9 +82,12 @@ class ExpertShards(nn.Module):
 
     def stacked(self) -> dict[str, Tensor]:
         """Return the parameters by the names of :data:`PARAMETERS`, except for quantised ones."""
-        found = zip(PARAMETERS, self.parameter_names, strict=True)
-        whole = {kind: None if name is None else getattr(self, name) for kind, name in found}
-        return {kind: parameter for kind, parameter in whole.items() if isinstance(parameter, Tensor)}
+        found = {}
+        for kind, name in zip(PARAMETERS, self.parameter_names, strict=True):
+            parameter = None if name is None else getattr(self, name)
+            if isinstance(parameter, Tensor):
+                found[kind] = parameter
+        return found
 
     def spread_tensors(self) -> list[tuple[str, DTensor]]:
         """Return the tensors that are spread over ranks by name: parameters, and packed weights, which are buffers."""
@@ -116,29 +120,31 @@ class ExpertShards(nn.Module):
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        own: list[Any] = [self._local_parameter(name) for name in self.parameter_names]
-        stacked = zip(*map(self._split_by_chunk, own), strict=True)
-        by_chunk = [(*parts, self._own_adapters(adapters, chunk)) for chunk, parts in enumerate(stacked)]
+        own: list[Any] = []
+        for name in self.parameter_names:
+            parameter = None if name is None else getattr(self, name)
+            own.append(None if parameter is None else self._local_parameter(parameter))
+        by_chunk = [own] if self.sharding.chunks == 1 else list(zip(*map(self._split_by_chunk, own), strict=True))
+        back: list[Tensor] = []
+        parts: Sequence[Any]
         if isinstance(dispatcher, IndexedDispatcher):
-            return tuple(
-                start_combine(
-                    self._apply_by_index(dispatcher.wait(handles, chunk), activate, *parts), dispatcher.combine, chunk
-                )
-                for chunk, parts in enumerate(by_chunk)
-            )
+            for chunk, parts in enumerate(by_chunk):
+                received = dispatcher.wait(handles, chunk)
+                computed = self._apply_by_index(received, activate, self._own_adapters(adapters, chunk), *parts)
+                back.append(start_combine(computed, dispatcher.combine, chunk))
+            return tuple(back)
         plan, exchange = dispatcher.plan, dispatcher.dispatch
         broadcast = None if plan.weight_sends is None else WeightBroadcast(plan.weight_sends, own, exchange.dtype)
         if meanwhile is not None:
             meanwhile()
-        back = []
         for chunk, handle in enumerate(handles):
-            parts: Sequence[Any]
             if broadcast is not None and chunk == self.sharding.chunks:
                 rows, parts = broadcast.wait_with_rows(handle, exchange, chunk)
-                parts = *parts, ((), ())
+                part_of_adapters: Adapters = (), ()
             else:
                 rows, parts = wait_dispatch(handle, exchange, chunk), by_chunk[chunk]
-            computed = self._apply_to_chunk(rows, chunk, plan, activate, *parts)
+                part_of_adapters = self._own_adapters(adapters, chunk)
+            computed = self._apply_to_chunk(rows, chunk, plan, activate, part_of_adapters, *parts)
             back.append(start_combine(computed, dispatcher.combine, chunk))
         return tuple(back)
 
@@ -188,11 +194,11 @@ class ExpertShards(nn.Module):
         chunk: int,
         plan: RowPlan,
         activate: Callable[[Tensor], Tensor],
+        adapters: Adapters,
         w_in: Tensor | QuantizedWeight,
         w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
-        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, which the plan determines."""
         if _number(w_in) == 0:
@@ -201,26 +207,26 @@ class ExpertShards(nn.Module):
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
         # sorted rows; nor do products with quantised weights and adapters take others.
-        ops = operators(self.backend)
+        ops = raw_operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
         sorted_rows = number == 1 or plan.sharding.ranks == 1
         moves = (rows.is_cuda or isinstance(w_in, QuantizedWeight) or any(adapters)) and not sorted_rows
         order = None if moves or sorted_rows else routing.token
         inner = ops.dispatch(rows, routing) if moves else rows
-        inner = activate(self._product(inner, w_in, routing.offsets, b_in, adapters[0], order))
-        outer = self._product(inner, w_out, routing.offsets, b_out, adapters[1], order)
+        inner = activate(self._product(ops, inner, w_in, routing.offsets, b_in, adapters[0], order))
+        outer = self._product(ops, inner, w_out, routing.offsets, b_out, adapters[1], order)
         return ops.combine(outer, routing) if moves else outer
 
     def _apply_by_index(
         self,
         received: IndexedRows,
         activate: Callable[[Tensor], Tensor],
+        adapters: Adapters,
         w_in: Tensor | QuantizedWeight,
         w_out: Tensor | QuantizedWeight,
         b_in: Tensor | None,
         b_out: Tensor | None,
-        adapters: Adapters,
     ) -> Tensor:
         """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
 
@@ -230,16 +236,17 @@ class ExpertShards(nn.Module):
         rows, indices, weights, max_computed = received
         if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, weights, *_tensors(adapters))
-        ops = operators(self.backend)
+        ops = raw_operators(self.backend)
         slot, token, offsets = ops.build_routing(indices, _number(w_in), foreign_experts=True)
         routing = Routing(slot, token[:max_computed], offsets)
-        inner = activate(self._product(ops.dispatch(rows, routing), w_in, offsets, b_in, adapters[0]))
-        outer = self._product(inner, w_out, offsets, b_out, adapters[1])
+        inner = activate(self._product(ops, ops.dispatch(rows, routing), w_in, offsets, b_in, adapters[0]))
+        outer = self._product(ops, inner, w_out, offsets, b_out, adapters[1])
         combined: Tensor = ops.combine(outer, routing, weights)
         return combined
 
     def _product(
         self,
+        ops: ModuleType,
         rows: Tensor,
         weight: Tensor | QuantizedWeight,
         offsets: Tensor,
@@ -248,16 +255,18 @@ class ExpertShards(nn.Module):
         order: Tensor | None = None,
     ) -> Tensor:
         """Return the products of rows with their experts' weights, plus biases and adapters."""
-        ops = operators(self.backend)
         result: Tensor
         if isinstance(weight, QuantizedWeight):
-            result = ops.quantized_linear(rows, weight, offsets, None if bias is None else bias.to(rows.dtype))
+            bias = None if bias is None else bias.to(rows.dtype)
+            result = operators(self.backend).quantized_linear(rows, weight, offsets, bias)
         else:
             result = ops.grouped_linear(rows, self.operand(weight), offsets, bias, order=order)
-        return add_adapters(result, rows, offsets, adapters)
+        return add_adapters(result, rows, offsets, adapters) if adapters else result
 
     def _own_adapters(self, adapters: Adapters, chunk: int) -> Adapters:
         """Return the adapters of the experts that this rank has in a chunk."""
+        if not any(adapters):
+            return adapters
         own = self.sharding.chunk_experts[chunk][self.sharding.rank]
 
         def part(stacked: Tensor) -> Tensor:
@@ -270,36 +279,31 @@ class ExpertShards(nn.Module):
 
         return [of(one) for one in adapters[0]], [of(one) for one in adapters[1]]
 
-    def _local_parameter(self, name: str | None) -> Tensor | QuantizedWeight | None:
+    def _local_parameter(self, parameter: Tensor | QuantizedLinear) -> Tensor | QuantizedWeight:
         """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
-        parameter = None if name is None else getattr(self, name)
         if isinstance(parameter, QuantizedLinear):
             weight = parameter.quantized_weight
             return weight._replace(packed=local_tensor(weight.packed))
-        return None if parameter is None else self._with_divided_gradient(local_tensor(parameter))
+        local = local_tensor(parameter)
+        divisor = self.gradient_divisor
+        if divisor is None or divisor == 1:
+            return local
+        # The gradient is divided in the graph of the call, not in a hook of the parameter: the hook would be lost when
+        # Module.to() or load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that
+        # layers share.
+        local = local.view_as(local)
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / divisor)
+        return local
 
     def _split_by_chunk(self, own: Any) -> Sequence[Any]:
         """Return a parameter of this rank's experts, split into one part for each chunk."""
         chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
-        if chunks == 1:
-            return [own]
         if isinstance(own, QuantizedWeight):
             return [own._replace(packed=part) for part in self._split_by_chunk(own.packed)]
         return own.split([len(by_rank[self.sharding.rank]) for by_rank in self.sharding.chunk_experts])
-
-    def _with_divided_gradient(self, local: Tensor) -> Tensor:
-        # The gradient is divided in the graph of the call, not in a hook of the parameter: the hook would be lost when
-        # Module.to() or load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that
-        # layers share.
-        divisor = self.gradient_divisor
-        if divisor is None or divisor == 1:
-            return local
-        local = local.view_as(local)
-        if local.requires_grad:
-            local.register_hook(lambda gradient: gradient / divisor)
-        return local
 
 
 class ShardedExperts(ExpertShards, Experts):
@@ -323,7 +327,7 @@ class ShardedExperts(ExpertShards, Experts):
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        ops = operators(self.backend)
+        ops = raw_operators(self.backend)
         return self.apply_to_chunks(
             handles, dispatcher, lambda rows: ops.expert_activation(rows, self.activation), meanwhile
         )

@@ -12,6 +12,7 @@ from pymoe._common.types import Gate, RouterLosses
 from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.dispatcher import TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
+from pymoe.nn.apply_experts import check_choice
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE
 from pymoe.nn.operands import as_rows
@@ -52,17 +53,20 @@ class ShardedMoE(ShardedLayer, MoE):
             gate, logits_TE = self.router(x_TH)
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
+            self._check_choice(rows_TH, gate.experts, gate.weights)
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
-            shared: list[Tensor] = []
+            if weights_TK is not gate.weights:  # other losses may have changed them
+                check_choice(rows_TH, gate.experts, weights_TK)
+            shared_TH: Tensor | None = None
 
             def compute_shared() -> None:
-                if self.shared is not None:
-                    shared.append(self.shared(rows_TH))
+                nonlocal shared_TH
+                shared_TH = self.shared(rows_TH)  # type: ignore[misc]
 
-            y_TH = call.finish(self.experts, weights_TK, compute_shared)
-            for shared_TH in shared:
+            y_TH = call.finish(self.experts, weights_TK, compute_shared if self.shared is not None else None)
+            if shared_TH is not None:
                 y_TH = y_TH + shared_TH
             self.last.keep(
                 load=gate.load, dropped=dispatcher.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z

@@ -149,12 +149,12 @@ class ExpertSharding:
         places[torch.tensor(self.send_order)] = torch.arange(self.num_experts, dtype=torch.int32)
         return places
 
-    @property
+    @cached_property
     def num_destinations(self) -> int:
         """Return the number of destinations of rows; each is one rank in one chunk."""
         return self.chunks * self.ranks
 
-    @property
+    @cached_property
     def num_counts(self) -> int:
         """Return the length of a rank's counts: a load per expert, and with ``deduplicate``, rows per destination."""
         return self.num_experts + (self.num_destinations if self.deduplicate else 0)

@@ -268,6 +268,8 @@ NAME = "apply_experts"
 
 def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
     """Raise unless tokens, their chosen experts and the weights of the choices fit each other."""
+    if _choice_fits(x, experts, weights):
+        return
     checks.floating(NAME, "x", x)
     checks.rank(NAME, "x", x, "(T, H)")
     checks.dtype(NAME, "experts", experts, torch.int32, torch.int64)
@@ -282,6 +284,23 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
             f"{NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
         )
     checks.same_device(NAME, "weights", weights, "x", x)
+
+
+def _choice_fits(x: Any, experts: Any, weights: Any) -> bool:
+    """Return whether :func:`check_choice` raises no error, in one expression; see :mod:`pymoe._common.checks`."""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(experts, Tensor)
+        and isinstance(weights, Tensor)
+        and x.dtype in FLOATING
+        and x.dim() == 2
+        and experts.dtype in (torch.int32, torch.int64)
+        and experts.dim() == 2
+        and experts.shape[0] == x.shape[0]
+        and weights.shape == experts.shape
+        and weights.dtype in (torch.float32, x.dtype)
+        and x.device == experts.device == weights.device
+    )
 
 
 def choice_for_kernels(

@@ -119,13 +119,14 @@ class AuxiliaryLosses(nn.Module):
             share: factor of the injected losses, in addition to :attr:`scale`.
         """
         injects = self.injects()
-        losses = operators(self.backend).router_losses(
-            logits_TE if injects else _detached(logits_TE), gate.load if load is None else load, score=self.score
+        losses: RouterLosses = operators(self.backend).router_losses(
+            logits_TE if injects else logits_TE.detach(), gate.load if load is None else load, score=self.score
         )
         weights_TK = gate.weights
         if injects:
             weights_TK = inject_loss(weights_TK, self._weighted(losses, self.scale * share))
-        return weights_TK, RouterLosses(_detached(losses.load_balancing), _detached(losses.z))
+            losses = RouterLosses(losses.load_balancing.detach(), losses.z.detach())
+        return weights_TK, losses
 
     def injected(self, logits_TE: Tensor) -> Injected:
         """Return the factors of the losses that :meth:`forward` injects; this does not need the gate's choice.
@@ -170,10 +171,6 @@ class AuxiliaryLosses(nn.Module):
 
     def extra_repr(self) -> str:
         return f"aux_loss_coef={self.aux_loss_coef}, z_loss_coef={self.z_loss_coef}"
-
-
-def _detached(value: Tensor) -> Tensor:
-    return value.detach() if value.requires_grad else value
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pymoe import ops
 from pymoe._common import checks
 from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.types import is_gated
+from pymoe.ops import raw
 
 
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
@@ -56,7 +56,7 @@ def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_inva
         return F.linear(x_TH, weight, bias)
     offsets = weight.new_zeros(2, dtype=torch.int32)
     offsets[1:] = x_TH.shape[0]
-    return ops.grouped_linear(x_TH, weight[None], offsets, None if bias is None else bias[None])
+    return raw.grouped_linear(x_TH, weight[None], offsets, None if bias is None else bias[None])
 
 
 # Checks of parameters.
@@ -119,6 +119,8 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Ten
         x: rows by which the parameter will be multiplied.
         whose: words that follow the shape in the error.
     """
+    if parameter.dtype == x.dtype and parameter.shape == shape and parameter.device == x.device:
+        return
     check_place(name, parameter, shape, x, whose)
     if parameter.dtype == x.dtype:
         return

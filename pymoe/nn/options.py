@@ -16,6 +16,7 @@ from pymoe import ops, reference
 from pymoe._common import checks
 from pymoe._common.contracts import check_kind
 from pymoe._common.dtypes import FLOATING
+from pymoe.ops import raw
 
 Backend = Literal["native", "reference"]
 """The operators that a layer calls: :mod:`pymoe.ops` or :mod:`pymoe.reference`."""
@@ -65,6 +66,11 @@ _warned: set[str] = set()
 def operators(backend: Backend) -> ModuleType:
     """Return :mod:`pymoe.ops` for ``"native"``, :mod:`pymoe.reference` for ``"reference"``."""
     return ops if backend == "native" else reference
+
+
+def raw_operators(backend: Backend) -> ModuleType:
+    """Return the operators for arguments that have been checked: :mod:`pymoe.ops.raw` in place of :mod:`pymoe.ops`."""
+    return raw if backend == "native" else reference
 
 
 def check_backend(layer: str, value: object) -> None:

@@ -85,7 +85,7 @@ def is_recorded(*values: Any) -> bool:
             return True
     elif is_transformed():
         return True
-    return is_grad_enabled() and _any_requires_grad(values)
+    return is_differentiated(*values)
 
 
 def is_transformed() -> bool:
@@ -96,7 +96,11 @@ def is_transformed() -> bool:
 
 def is_differentiated(*values: Any) -> bool:
     """Return whether a tensor requires grad in grad mode. Outside of transforms, autograd records only such calls."""
-    return is_grad_enabled() and _any_requires_grad(values)
+    if is_grad_enabled():
+        for value in values:  # a generator for any() would cost more than the answer
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def call(function: _Function, *args: Any) -> Any:
@@ -123,9 +127,11 @@ def call(function: _Function, *args: Any) -> Any:
     canaries.transforms()
     if are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _transformable(function).apply(*args)
-    if not (is_grad_enabled() and _any_requires_grad(args)):
-        return function.forward(*args)
-    return apply(function, *args)
+    if is_grad_enabled():
+        for value in args:  # as is_differentiated does: a call of it would cost more
+            if isinstance(value, Tensor) and value.requires_grad:
+                return apply(function, *args)
+    return function.forward(*args)
 
 
 def apply(function: _Function, *args: Any) -> Any:
@@ -133,12 +139,8 @@ def apply(function: _Function, *args: Any) -> Any:
     inner = _apply_of.get(function)
     if inner is None:
         inner = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    # Tensors from a transform that has ended are still wrapped.
-    return inner(*[unwrap_if_dead(value) if isinstance(value, Tensor) else value for value in args])
-
-
-def _any_requires_grad(values: tuple[Any, ...]) -> bool:
-    for value in values:  # noqa: SIM110  # a generator for any() would cost more than the answer
-        if isinstance(value, Tensor) and value.requires_grad:
-            return True
-    return False
+    values = list(args)
+    for place, value in enumerate(args):
+        if isinstance(value, Tensor):
+            values[place] = unwrap_if_dead(value)  # tensors from a transform that has ended are still wrapped
+    return inner(*values)

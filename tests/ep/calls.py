@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from called import functions_of
 from ep_cases import Case, alone
 from rank_setup import HostReads, exchanges, full, groups, same_bits
 from torch import nn
@@ -179,6 +180,13 @@ def partly_frozen(rank, world, frozen, **way):
     wrong = [name for name, one in experts.items() if (one.grad is None) != (expected[name] is None)]
     pairs = {name: (full(one.grad), expected[name]) for name, one in experts.items() if one.grad is not None}
     return wrong or different(parts, pairs, way)
+
+
+def functions(rank, world):
+    """Return the names of the Python functions of pymoe that a forward with gradients and both passes run."""
+    layer, x, directions = prepared(rank, case(options={"num_shared_experts": 0, "bias": False}))
+    found = functions_of(lambda: layer(x)), functions_of(lambda: (layer(x) * directions).sum().backward())
+    return [[name for module, name in names if module.startswith("pymoe.")] for names in found]
 
 
 def order_of_events(rank, world):

@@ -5,10 +5,12 @@ import io
 import torch
 import torch.distributed as dist
 from failures import WRONG, bug, told
+from rank_setup import group_of_one
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe import ep
+from pymoe._common.types import Gate
 from pymoe.nn import MoE
 
 
@@ -39,6 +41,41 @@ def wrong_parameters(rank, world, wrong):
             few.shared.bfloat16()
         said = told(few, x)
         few.shared.float()
+    return said, told(few, x)
+
+
+def wrong_choices(rank, world, change):
+    """Return the ranks' errors when the router of one makes choices that do not fit its tokens, and afterwards."""
+    few = ep.shard(layers(), dist.group.WORLD)["few"]
+    x = torch.randn(3, 12, dtype=torch.float32)
+    changes = {
+        "weights": lambda gate: gate._replace(weights=gate.weights[:, :1]),
+        "tokens": lambda gate: Gate(gate.weights[:2], gate.experts[:2], gate.load),
+        "dtype": lambda gate: gate._replace(experts=gate.experts.float()),
+    }
+    hook = None
+    if rank == WRONG:
+        hook = few.router.register_forward_hook(lambda *call: (changes[change](call[-1][0]), call[-1][1]))
+    said = told(few, x)
+    if hook is not None:
+        hook.remove()
+    return said, told(few, x)
+
+
+def wrong_weights(rank, world):
+    """Return the rank's error when its losses return weights in another dtype; each rank has a group of its own."""
+    few = ep.shard(layers(), group_of_one())["few"]
+    few.losses.register_forward_hook(lambda *call: (call[-1][0].double(), call[-1][1]))
+    return told(few, torch.randn(3, 12, dtype=torch.float32))
+
+
+def unknown_activation(rank, world):
+    """Return the ranks' errors when all have an activation that does not exist, and afterwards."""
+    few = ep.shard(layers(), dist.group.WORLD)["few"]
+    x = torch.randn(3, 12, dtype=torch.float32)
+    few.experts.activation = "sine"
+    said = told(few, x)
+    few.experts.activation = "swiglu"
     return said, told(few, x)
 
 

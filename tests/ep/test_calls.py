@@ -56,6 +56,18 @@ def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen, wa
     assert ranks.run(calls.partly_frozen, frozen=frozen, **way) == [[]] * 4
 
 
+def test_a_call_runs_few_functions_of_python(ranks):
+    """A forward ran 366 of them, and both passes 449: half checked tensors that the layer itself had made."""
+    for forward, both in ranks.run(calls.functions):
+        assert len(forward) <= 180, f"{len(forward)} functions: {forward}"
+        assert len(both) <= 250, f"{len(both)} functions: {both}"
+        # Options of the gate and scores of the losses are attributes, which anybody may have set since the last call.
+        checks = [name for name in forward if name.startswith("check_") or name.endswith("_in_range")]
+        of_parts = ["check_mode", "check_place", "check_gate_topk", "check_choice", "check_kind", "check_parameters"]
+        of_parts += ["check_parameter"] * 2
+        assert checks == [*of_parts, "experts_in_range", "check_router_losses"]
+
+
 def test_chunks_travel_while_others_compute(ranks):
     for forward, backward in ranks.run(calls.order_of_events):
         assert forward == [

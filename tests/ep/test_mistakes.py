@@ -31,6 +31,35 @@ def test_a_rank_whose_shared_experts_do_not_fit_tells_the_others(ranks):
         assert afterwards is None
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ("weights", "ValueError", "weights must have the shape of experts ((3, 2)), got (3, 1)"),
+        ("tokens", "ValueError", "experts must have size 3 (T of x)"),
+        ("dtype", "TypeError", "experts must have dtype int32 or int64, got torch.float32"),
+    ],
+)
+def test_a_rank_whose_router_makes_wrong_choices_tells_the_others(ranks, change, kind, text):
+    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_choices, change=change)):
+        assert said[0] == (kind if rank == WRONG else "GroupError")
+        assert text in said[1]
+        assert rank == WRONG or FAILED in said[1]
+        assert afterwards is None
+
+
+def test_weights_of_other_losses_are_checked(ranks):
+    for kind, text, *_ in ranks.run(mistakes.wrong_weights):
+        assert kind == "TypeError"
+        assert "weights must not have dtype float64 for x of torch.float32" in text
+
+
+def test_an_activation_that_does_not_exist_is_refused_before_rows_travel(ranks):
+    for said, afterwards in ranks.run(mistakes.unknown_activation):
+        assert said[0] == "ValueError"
+        assert "MoE: experts.activation must be" in said[1]
+        assert afterwards is None
+
+
 @pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="notes are of Python 3.11")
 def test_an_error_after_the_announcement_says_that_others_wait(ranks):
     for (note,), afterwards in ranks.run(mistakes.late_error):

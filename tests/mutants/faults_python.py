@@ -142,7 +142,7 @@ FAULTS = [
     Fault(
         "an operand that is not first loses its gradient",
         "pymoe/ops/function_calls.py",
-        "if isinstance(value, Tensor) and value.requires_grad:\n            return True",
+        "if isinstance(value, Tensor) and value.requires_grad:\n                return True",
         "return isinstance(value, Tensor) and value.requires_grad",
         ("tests/nn/test_apply_experts.py", "-k", "gets_its_gradient"),
     ),

@@ -48,11 +48,11 @@ FUNCTIONS = {
     ],
     "combine": [
         *("combine", *checked("combine"), "is_routing", "is_matrix", "slots_in_range", LOOKED_FOR_BAD_INDICES),
-        *("raw", "accumulate_dtype", "call", "_any_requires_grad", "forward"),
+        *("raw", "accumulate_dtype", "call", "forward"),
     ],
     "dispatch": [
         *("dispatch", *checked("dispatch"), "is_routing", "slots_in_range", LOOKED_FOR_BAD_INDICES, "spread_rows"),
-        *("call", "_any_requires_grad", "forward"),
+        *("call", "forward"),
     ],
     "expert_activation": [
         *(
@@ -61,16 +61,15 @@ FUNCTIONS = {
             "raw",
             "kernel_options",
             "call",
-            "_any_requires_grad",
             "forward",
         ),
     ],
-    "gate_topk": ["gate_topk", *checked("gate_topk"), "call", "_any_requires_grad", "forward"],
+    "gate_topk": ["gate_topk", *checked("gate_topk"), "call", "forward"],
     "grouped_linear": [
         *("grouped_linear", "cast_operands", "autocast_enabled", *checked("grouped_linear"), "is_index"),
-        *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "_any_requires_grad", "forward"),
+        *("offsets_in_range", LOOKED_FOR_BAD_INDICES, "call", "forward"),
     ],
-    "router_losses": ["router_losses", *checked("router_losses"), "call", "_any_requires_grad", "forward"],
+    "router_losses": ["router_losses", *checked("router_losses"), "call", "forward"],
 }
 
 

@@ -24,9 +24,9 @@ def test_counts_take_the_bytes_that_a_layer_sends(experts, tmp_path, monkeypatch
     """
     sent, gather = [], agreement.all_gather
 
-    def recorded(received, message, group):
+    def recorded(received, message, **options):
         sent.append(message)
-        return gather(received, message, group)
+        return gather(received, message, **options)
 
     monkeypatch.setattr(agreement, "all_gather", recorded)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
