@@ -97,13 +97,13 @@ wheel: $(PACKAGES)
 RELEASE := build/release
 RELEASE_TESTS := 'tests/docs/test_code_blocks.py::test_the_blocks_of_a_page_run[README.md]' tests/ops tests/nn tests/runtime tests/parallel
 release:
-	@test -z "$$(git status --porcelain 2>&1)" || { echo 'release: the tree must be clean, got'; git status --short; exit 1; }
+	@test -z "$$(git status --porcelain 2>&1)" || { echo 'release: the tree must be clean, got'; git status --short 2>&1; exit 1; }
 	@version="$$(sed -n 's/^__version__ = "\([^"]*\)".*/\1/p' pymoe/__init__.py)"; first="$$(grep -m 1 '^## ' CHANGELOG.md)"; \
 	  case "$$first" in "## $$version, "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]) ;; *) \
 	  echo "release: the first heading of CHANGELOG.md must be '## $$version, YYYY-MM-DD', got '$$first'"; exit 1;; esac
 	@$(MAKE) --no-print-directory $(PACKAGES)
 	rm -rf dist build/objects $(RELEASE) && mkdir -p $(RELEASE)/tree
-	PYMOE_CUDA=0 $(RUN) -m build --sdist --no-isolation
+	PYMOE_CUDA=0 $(RUN) -m build --quiet --sdist --no-isolation
 	$(MAKE) --no-print-directory wheel PYMOE_CUDA=0
 	@if command -v nvcc; then \
 	  env -u TORCH_CUDA_ARCH_LIST CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory wheel PYMOE_CUDA=1; else \
