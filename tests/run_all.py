@@ -102,6 +102,16 @@ def python_step(level: str) -> Step:
     )
 
 
+def second_device_step(level: str) -> Step:
+    """Return the step that finds what tests leave on the CPU; one case of each test shows it."""
+    return pytest_step(
+        "second-device",
+        "layers on a pretended second device: nothing is left on the CPU",
+        *("-m", "not build", f"--level={'exhaustive' if level == 'exhaustive' else 'quick'}", *XDIST),
+        *("--device=pretended", "tests/nn", "tests/test_bugs.py"),
+    )
+
+
 def packaging_step(name: str, about: str, level: str) -> Step:
     return pytest_step(name, about, "-m", "build", f"--level={level}", "tests/packaging")
 
@@ -117,6 +127,7 @@ def usual_steps(level: str) -> list[Step]:
         ),
         Step("types", "mypy --strict", [[PYTHON, "-m", "mypy"]]),
         python_step(level),
+        second_device_step(level),
         Step(
             "docs",
             "the documentation, every warning an error; in build/docs/",

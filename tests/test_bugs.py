@@ -27,6 +27,10 @@ from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
 from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.parallel import map_with_parallel_backward
 
+IN_FORKED_CHILDREN = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch refuses backward passes in forked children where it sees a GPU"
+)
+
 
 def test_router_losses_of_a_load_whose_sum_passes_64_bits():
     """The kernel summed an int64 load in a signed integer, which is undefined behaviour if the sum overflows.
@@ -106,6 +110,7 @@ def test_grouped_linear_of_more_experts_than_the_gpu_counts():
         torch.ops.pymoe.grouped_linear_bias_grad(torch.zeros(2, 1), offsets)
 
 
+@pytest.mark.only_on("cpu")
 def test_batches_heed_the_thread_count_of_torch():
     """``torch.set_num_threads(1)`` did not reach the threads that run batches: an expert's first matrix product on a
     worker took all cores, and OpenMP's threads spun between batches.
@@ -129,6 +134,7 @@ def test_batches_heed_the_thread_count_of_torch():
         torch.set_num_threads(before)
 
 
+@pytest.mark.only_on("cpu", "cuda")  # a pool refuses tensors that wrap their values
 def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
     """The process died from a null pointer.
 
@@ -151,6 +157,7 @@ def test_a_large_request_whose_last_slice_shared_a_batch_with_a_bad_request():
         assert futures[0].result() == futures[3].result() == 2
 
 
+@pytest.mark.only_on("cpu", "cuda")  # a pool refuses tensors that wrap their values
 def test_rows_that_are_none_of_an_expanded_tensor():
     """A batch of empty rows failed with "the tensor of a request changed its memory".
 
@@ -163,6 +170,7 @@ def test_rows_that_are_none_of_an_expanded_tensor():
         assert pool(torch.zeros(3, 4)[:, :0].expand(3, 0)).shape == (3, 0)
 
 
+@pytest.mark.only_on("cpu", "cuda")  # a pool refuses tensors that wrap their values
 def test_requests_of_hundreds_of_row_shapes_still_meet():
     """A pool forgot all row shapes when it had seen 256. After that, requests of the same shape counted as different
     kinds, and each ran as its own batch: 20,000 queued requests of 500 shapes took 35 seconds instead of a tenth of a
@@ -175,6 +183,7 @@ def test_requests_of_hundreds_of_row_shapes_still_meet():
     assert pool._statistics()["batches"] == 600
 
 
+@pytest.mark.only_on("cpu", "cuda")  # a pool refuses tensors that wrap their values
 def test_who_waits_for_room_with_a_limit_runs_no_batch():
     """A client that submits with a timeout to a full pool ran the pool's next batch itself, however long that took: a
     limit of 0.1 s became the minutes that a slow expert needs.
@@ -205,12 +214,13 @@ def test_who_waits_for_room_with_a_limit_runs_no_batch():
     assert threading.get_ident() not in ran
 
 
-def test_compiled_modules_in_parallel_calls_and_in_pipelines():
+@pytest.mark.only_on("cpu", "cuda")  # compilation knows no other device
+def test_compiled_modules_in_parallel_calls_and_in_pipelines(device):
     """torch.compile's backward refused to run: "compiled with non-empty donated buffers which requires
     retain_graph=False". Calls in separate graphs kept these buffers, although each graph runs once.
     """
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)).to(device)
     compiled = torch.compile(model, backend="aot_eager")
     x = torch.randn(6, 4)
     model(x).square().mean().backward()
@@ -225,7 +235,7 @@ def test_compiled_modules_in_parallel_calls_and_in_pipelines():
     (first,), (second,) = pymoe.map_with_parallel_backward(compiled, (x[:3],), (x[3:],))
     torch.cat([first, second]).square().mean().backward()
     torch.testing.assert_close(take_gradients(), expected)
-    scale = torch.nn.Linear(4, 4).requires_grad_(False)
+    scale = torch.nn.Linear(4, 4).requires_grad_(False).to(device)
     torch.nn.init.eye_(scale.weight)
     torch.nn.init.zeros_(scale.bias)
     pipe = pymoe.pipe.Pipe(torch.nn.Sequential(scale, compiled), chunks=2, checkpoint="never")
@@ -237,11 +247,11 @@ def test_compiled_modules_in_parallel_calls_and_in_pipelines():
         loss.backward(retain_graph=True)
 
 
-def test_a_pipe_forgets_the_schedules_of_former_steps():
+def test_a_pipe_forgets_the_schedules_of_former_steps(device):
     """A pipe kept a plan for every Schedule object it was ever given, so training that builds a schedule for each
     step used more and more memory.
     """
-    pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    pipe = pymoe.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(device))
     schedules = []
     for _ in range(200):
         schedule = pymoe.pipe.schedules.build("1f1b", 2, 1)
@@ -252,7 +262,7 @@ def test_a_pipe_forgets_the_schedules_of_former_steps():
     assert sum(schedule() is not None for schedule in schedules) <= 100
 
 
-def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(monkeypatch):
+def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(monkeypatch, device):
     """Two stages that had the same mixture set its scale for their micro-batches at the same time: gradients were off
     by a tenth, and the scale kept the value one of them had set, which shrank from step to step down to 0.
     """
@@ -276,7 +286,7 @@ def test_a_mixture_in_several_stages_keeps_the_scale_of_its_auxiliary_losses(mon
             return y
 
     layer = Together()
-    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4), layer)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4), layer).to(device)
     x = torch.randn(8, 4)
     found = []
     for balance in ([3], [1, 1, 1], [1, 1, 1]):
@@ -310,14 +320,14 @@ def test_hooks_of_leaves_on_other_devices_stay_out_of_calls():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, monkeypatch):
+def test_a_checkpointed_batch_norm_in_several_stages_loses_no_update(schedule, monkeypatch, device):
     """To recompute a forward, a stage restores the buffers of the first run, and afterwards the current ones. Updates
     that another stage with the same batch norm made in between were lost: of 16 updates, 5 to 8 were left.
     """
     monkeypatch.setattr(pymoe.pipe.execution.plan, "ALWAYS_THREADS", True)
     norm = torch.nn.BatchNorm1d(4)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4), norm, torch.nn.Linear(4, 4))
-    pipe = pymoe.Pipe(model, 4, "always", balance=[3, 2])
+    pipe = pymoe.Pipe(model.to(device), 4, "always", balance=[3, 2])
     for step in range(1, 9):
         pipe.step(torch.randn(12, 4), loss_fn=torch.sum, reduction="sum", schedule=schedule)
         assert norm.num_batches_tracked == 8 * step
@@ -340,6 +350,8 @@ def test_the_first_step_of_a_pipe_does_not_import_the_compiler():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.only_on("cpu")
+@IN_FORKED_CHILDREN
 def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     """Torch replaces its autograd engine at the first use in a fork's child, without a lock. When a map's first two
     calls ran at the same time, they destroyed the old engine twice: one child in a hundred crashed.
@@ -383,6 +395,8 @@ def test_threads_in_the_child_of_a_fork_do_not_meet_in_torchs_old_engine():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.only_on("cpu")
+@IN_FORKED_CHILDREN
 def test_a_child_that_is_the_first_to_import_maps_has_torch_renew_its_engine():
     """``import pymoe`` loads maps, pipes and the runtime only at their first use. If that use was in the child of a
     fork, pymoe had not noticed the fork, and the threads of the child used torch's old engine.
@@ -424,8 +438,9 @@ def test_whether_code_is_exported_is_not_asked_in_the_public_way():
     assert not asked
 
 
-def test_a_compiled_layer_has_the_statistics_of_its_call():
-    layer = pymoe.nn.MoE(8, 8, num_experts=4, top_k=2)
+@pytest.mark.only_on("cpu", "cuda")  # compilation knows no other device
+def test_a_compiled_layer_has_the_statistics_of_its_call(device):
+    layer = pymoe.nn.MoE(8, 8, num_experts=4, top_k=2).to(device)
     layer(torch.randn(5, 8))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for tokens in (7, 3):
@@ -518,6 +533,7 @@ def test_a_map_inside_a_transform_is_exported_without_dynamo():
     torch.testing.assert_close(exported.module()(x), torch.tensor([1.0, 5.0, 13.0]))
 
 
+@pytest.mark.only_on("cpu", "cuda")  # compilation knows no other device
 def test_a_graph_knows_that_nothing_stands_between_a_layer_and_its_part():
     """torch.compile took the comparison with the ``__func__`` of a method for false. Every part of a layer then seemed
     to have a forward of its own, and compiled layers ran operator by operator.

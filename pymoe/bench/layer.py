@@ -118,16 +118,12 @@ def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device
         with torch.no_grad():
             return way(x)
 
+    def verify() -> Verdict:
+        found, expected = (without_gradients(ways[name], inputs[0]) for name in ("native", "reference"))
+        return verdict_of((found,), (expected,), ("output",), RELATIVE_ERROR[dtype])
+
     calls = {name: Rotating([partial(without_gradients, way, x) for x in inputs]) for name, way in ways.items()}
-    return Candidates(
-        calls,
-        floor_for(shape.bytes_read(dtype), 0, dtype, device, rates),
-        lambda: verdict_of(
-            *((without_gradients(ways[name], inputs[0]),) for name in ("native", "reference")),
-            ("output",),
-            RELATIVE_ERROR[dtype],
-        ),
-    )
+    return Candidates(calls, floor_for(shape.bytes_read(dtype), 0, dtype, device, rates), verify)
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:

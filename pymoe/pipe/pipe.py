@@ -76,7 +76,8 @@ class Pipe(nn.Module):
         deferred_batch_norm: whether to replace the model's batch norms by ones whose running statistics follow
             mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
-        devices: a device for every stage, to which its layers are moved. None: they stay where they are.
+        devices: a device for every stage, to which its layers are moved. None: they stay where they are. Inputs in
+            page-locked memory must not change before their GPU has read them, as with ``Tensor.to(non_blocking=True)``.
 
     Every worker has a persistent thread (the first uses the caller's own), which runs in the caller's state: grad
     mode, autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the

@@ -20,6 +20,7 @@ from pymoe.bench.floor import Floor, Rates
 from pymoe.bench.layer import (
     Shape,
     candidates_of,
+    forward_candidates_of,
     inputs_of,
     layer_lines,
     layer_of,
@@ -378,6 +379,19 @@ def test_the_layer_agrees_with_its_reference_and_has_a_floor():
     alone = training_step(layer, x, grad, with_torch_alone(layer))()
     names = ("output", "gradient of x", *(name for name, _ in layer.named_parameters()))
     assert verdict_of(alone, candidates.calls["native"](), names, 1e-5).verdict == "close"
+
+
+def test_a_forward_of_few_tokens_agrees_with_its_reference_and_reads_the_chosen_experts():
+    rates, cpu = Rates(1e9, {torch.float32: 1e9}), torch.device("cpu")
+    shape = Shape("few", 4, 64, 48, 8, 2)
+    candidates = forward_candidates_of(shape, torch.float32, cpu, rates)
+    assert candidates.verify().verdict == "close"
+    native, baseline = (candidates.calls[name]() for name in ("native", "baseline"))  # of the first of several inputs
+    assert not native.requires_grad
+    torch.testing.assert_close(baseline, native)
+    one = replace(shape, tokens=1)
+    assert one.bytes_read(torch.float32) == 4 * (2 * 3 * 48 * 64 + 2 * 64)  # two experts, a token and a row
+    assert replace(shape, tokens=1000).bytes_read(torch.bfloat16) == 2 * (8 * 3 * 48 * 64 + 2000 * 64)  # all experts
 
 
 def test_the_layer_is_called_wrong_when_a_gradient_is():

@@ -10,6 +10,8 @@ from torch import nn
 
 from pymoe.nn import MoE, Router, options, update_expert_biases
 
+COUNTS_STEPS = pytest.mark.only_on("cpu", "cuda")  # a move to the pretended device makes other parameters
+
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch):
@@ -55,6 +57,7 @@ def test_an_update_of_nothing(heard, model):
     assert heard[0].filename == __file__, "the warning names the caller's line"
 
 
+@COUNTS_STEPS
 @pytest.mark.parametrize("tell", [lambda layer: layer.eval(), lambda layer: layer.state_dict()], ids=["eval", "save"])
 def test_a_bias_that_is_never_updated(heard, tell):
     layer = trained(with_bias())
@@ -65,6 +68,7 @@ def test_a_bias_that_is_never_updated(heard, tell):
     assert "call pymoe.nn.update_expert_biases(model) after every optimizer.step()" in text
 
 
+@COUNTS_STEPS
 @pytest.mark.parametrize("tell", [lambda layer: layer.eval(), lambda layer: layer.state_dict()], ids=["eval", "save"])
 def test_training_without_any_balancing(heard, tell):
     layer = trained(make_layer(aux_loss_coef=0.0, z_loss_coef=0.1))
@@ -111,6 +115,7 @@ def test_a_short_run_a_copy_and_a_trained_bias_are_not_told_of(heard):
     assert texts(heard) == []
 
 
+@pytest.mark.only_on("cpu", "cuda")  # the pretended device does not support inference mode
 @torch.inference_mode()
 def test_made_for_inference(heard):
     layer = with_bias()
@@ -120,9 +125,9 @@ def test_made_for_inference(heard):
     assert texts(heard) == []
 
 
-def test_one_choice_with_renormalized_weights_is_told_of_once(heard):
+def test_one_choice_with_renormalized_weights_is_told_of_once(heard, device):
     """With one renormalized choice, the router's gradient is exactly 0, so the router never learns."""
-    layer = MoE(12, 10, 8, 1)
+    layer = MoE(12, 10, 8, 1).to(device)
     layer(torch.randn(5, 12)).sum().backward()
     assert layer.router.weight.grad.eq(0).all()
     (text,) = texts(heard)

@@ -114,9 +114,9 @@ def test_the_reference_backend_stays_the_reference(dispatches):
         torch.testing.assert_close(layer(x), y)
 
 
-def test_experts_run_the_backend_that_they_were_built_with(dispatches, monkeypatch):
+def test_experts_run_the_backend_that_they_were_built_with(dispatches, monkeypatch, device):
     layer = make_layer()
-    layer.experts = Experts(12, 10, 8, backend="reference", dtype=torch.float64)
+    layer.experts = Experts(12, 10, 8, backend="reference", dtype=torch.float64).to(device)
     products = []
     grouped_linear = reference.grouped_linear
     monkeypatch.setattr(reference, "grouped_linear", lambda *args: products.append(1) or grouped_linear(*args))
@@ -130,9 +130,9 @@ def test_experts_run_the_backend_that_they_were_built_with(dispatches, monkeypat
 
 
 @pytest.mark.parametrize("number", [1, 7, 9])
-def test_another_number_of_experts_is_refused_alike_with_and_without_gradients(number):
+def test_another_number_of_experts_is_refused_alike_with_and_without_gradients(number, device):
     layer = make_layer()
-    layer.experts = Experts(12, 10, number, dtype=torch.float64)
+    layer.experts = Experts(12, 10, number, dtype=torch.float64).to(device)
     x = make_input(21)
     words = rf"MoE: experts\.w_in must have shape \(8, 20, 12\), got \({number}, 20, 12\)"
     with pytest.raises(ValueError, match=words) as recorded:

@@ -94,10 +94,10 @@ def test_a_layer_with_a_part_in_a_wrapper_goes_on(part, backend, options):
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "no_grad"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_shared_experts_of_ones_own_return_rows_of_the_hidden_size(backend, recorded):
+def test_shared_experts_of_ones_own_return_rows_of_the_hidden_size(backend, recorded, device):
     """The shared experts' single feature per token was added to every feature of the output."""
     layer, x = make_layer(num_shared_experts=1, backend=backend), make_input(5)
-    layer.shared = nn.Linear(12, 1, dtype=torch.float64)
+    layer.shared = nn.Linear(12, 1, dtype=torch.float64).to(device)
     with (
         torch.set_grad_enabled(recorded),
         pytest.raises(ValueError, match=r"shared experts must return rows \(T, H\) = \(5, 12\), got \(5, 1\)"),

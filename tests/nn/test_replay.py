@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(50, HIDDEN)
         self.layers = nn.ModuleList(MoE(HIDDEN, 8, EXPERTS, TOP_K, **options) for _ in range(layers))
         self.checkpointed = checkpointed
+        self.to(torch.empty(0).device)  # drawn on the CPU, the same anywhere
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -113,6 +114,7 @@ def test_other_routers_take_the_recorded_experts_with_weights_by_their_own_rule(
         update_expert_biases(other)
 
 
+@pytest.mark.only_on("cpu", "cuda")  # checkpointing knows no other device
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_neither_records_twice_nor_shifts_the_replay(reentrant):
     ids = ids_of()
@@ -156,9 +158,9 @@ def test_several_forwards_are_joined_along_sequences():
     assert choices(replayed) == choices(whole)
 
 
-def test_a_model_that_is_a_layer_is_called_moe():
+def test_a_model_that_is_a_layer_is_called_moe(device):
     torch.manual_seed(0)
-    layer, x = MoE(16, 8, 4, 2), torch.randn(5, 16)
+    layer, x = MoE(16, 8, 4, 2).to(device), torch.randn(5, 16)
     with record_routing(layer) as routes:
         y = layer(x)
     assert routes.experts == {"moe": 4}
@@ -166,7 +168,7 @@ def test_a_model_that_is_a_layer_is_called_moe():
         assert torch.equal(layer(x), y)
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(device):
     model = Model()
     ids = ids_of()
     with record_routing(model) as routes:
@@ -195,7 +197,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="expected a model with the recorded layers"):
         replayed(Model(2), ids)
     wider = Model()
-    wider.layers[1] = MoE(HIDDEN, 8, 4, TOP_K)
+    wider.layers[1] = MoE(HIDDEN, 8, 4, TOP_K).to(device)
     with pytest.raises(ValueError, match=r"expected a model with the recorded layers .*'layers.1', 4"):
         replayed(wider, ids)
     with pytest.raises(ValueError, match="no MoE layer"), record_routing(nn.Linear(2, 2)):
@@ -248,6 +250,7 @@ def test_the_number_of_forwards_is_checked():
     assert all(layer.router.replaced is None for layer in model.layers)
 
 
+@pytest.mark.only_on("cpu", "cuda")  # compilation knows no other device
 def test_compiled_code_is_refused_or_left_out():
     torch.compiler.reset()
     model = Model(1)
@@ -270,6 +273,7 @@ def test_compiled_code_is_refused_or_left_out():
     assert choices(replayed) == choices(routes)
 
 
+@pytest.mark.only_on("cpu", "cuda")  # the pretended device does not support inference mode
 def test_routes_recorded_in_inference_mode_are_replayed_with_gradients():
     model = Model()
     ids = ids_of()
