@@ -112,7 +112,7 @@ release:
 	set -e; for wheel in dist/*.whl; do \
 	  echo "== $$wheel in a new environment"; \
 	  $(RUN) -m venv --clear $(RELEASE)/venv; \
-	  $(RELEASE)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements-dev.txt $$wheel; \
+	  $(RELEASE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(VENV)/requirements-dev.txt $$wheel; \
 	  (cd $(RELEASE)/tree && env -u PYTHONPATH ../venv/bin/python -m pytest --level=quick $(RELEASE_TESTS)); \
 	done
 	@ls -l dist && echo 'ready for the upload'
