@@ -80,6 +80,7 @@ class PymoeConfig(QuantizationConfigMixin):
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
+        ImportError: transformers is older than 5.21.
         TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
         ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version is unknown, as in files of a
             later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
@@ -113,6 +114,7 @@ class PymoeConfig(QuantizationConfigMixin):
         quant_method: str = interface.NAME,
         **other: Any,
     ) -> None:
+        interface.check_quantizers_see_the_model("PymoeConfig")
         bits = 8 if bits is None and format != AS_STORED else bits
         if not is_read(version, (format, bits), ("int", linear_bits)):
             problem = OLD_INT4 if version == 1 else "; install a pymoe that has it"

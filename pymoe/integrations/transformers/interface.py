@@ -23,7 +23,7 @@ NAME = "pymoe"
 GATE = "_apply_gate"
 """The method of an experts module that computes its gate."""
 
-OLDEST = 5
+OLDEST, OLDEST_WITH_PACKED_FILES = 5, "5.21"
 INSTALL = 'pip install "transformers>=5"'
 
 
@@ -200,6 +200,22 @@ def quantizer_bases() -> tuple[Any, Any, Any]:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     return QuantizationConfigMixin, HfQuantizer, ConversionOps
+
+
+def check_quantizers_see_the_model(what: str) -> None:
+    """Raise ImportError if transformers does not give a quantizer the model whose files it converts.
+
+    Args:
+        what: the function or class that needs it, for the message.
+    """
+    import transformers
+    from transformers.quantizers import HfQuantizer
+
+    if "model" not in inspect.signature(HfQuantizer.update_weight_conversions).parameters:
+        raise ImportError(
+            f"{what}: transformers must be {OLDEST_WITH_PACKED_FILES} or newer, got {transformers.__version__}, which "
+            f"cannot read packed weights; without files, quantize_experts works with it"
+        )
 
 
 def trainer_callback() -> Any:

@@ -534,3 +534,11 @@ def test_models_that_are_not_quantised_are_saved_as_ever(tmp_path):
         for file in (tmp_path / folder).glob("*.safetensors"):
             tensors.update(load_file(file))
     assert before.keys() == after.keys()
+
+
+def test_a_transformers_that_cannot_read_packed_weights_is_refused(monkeypatch):
+    """Before 5.21 a quantizer does not see the model: from_pretrained ended in a TypeError about an argument."""
+    older = lambda self, weight_conversions: weight_conversions  # noqa: E731
+    monkeypatch.setattr(transformers.quantizers.HfQuantizer, "update_weight_conversions", older)
+    with pytest.raises(ImportError, match=r"PymoeConfig: transformers must be 5\.21 or newer, got 5"):
+        PymoeConfig(bits=4)
