@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-deep test-all docs wheel bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
+.PHONY: help train check test test-deep test-all docs wheel release bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -29,6 +29,7 @@ help:
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for the Pythons that are installed and every torch >= 2.11; in dist/'
 	@echo '             (PYTHONS="python3.11 python3.13" names them; PYMOE_CUDA=1: with CUDA kernels, as version X+cuY)'
+	@echo 'make release all before the upload: tree and version checked, sdist and wheels made, installed and tested; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-layers    expert blocks of published models compared with transformers and the limits; in build/model_layers/'
 	@echo 'make bench-models    whole models of real sizes compared with transformers and llama.cpp; in build/whole_models/'
@@ -89,6 +90,32 @@ wheel: $(PACKAGES)
 	$(RUN) -m zipfile -e build/wheel/repaired/*.whl build/wheel/unpacked
 	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
 	mv build/wheel/repaired/*.whl dist
+
+# Up to the upload. In a new environment for each wheel run README's blocks and one case of each test of the operators,
+# layers, runtime and parallel calls, in the tree of the sdist without its sources of `pymoe`. The wheel with CUDA kernels
+# is for all generations of GPUs, whatever this machine has.
+RELEASE := build/release
+RELEASE_TESTS := 'tests/docs/test_code_blocks.py::test_the_blocks_of_a_page_run[README.md]' tests/ops tests/nn tests/runtime tests/parallel
+release:
+	@test -z "$$(git status --porcelain 2>&1)" || { echo 'release: the tree must be clean, got'; git status --short 2>&1; exit 1; }
+	@version="$$(sed -n 's/^__version__ = "\([^"]*\)".*/\1/p' pymoe/__init__.py)"; first="$$(grep -m 1 '^## ' CHANGELOG.md)"; \
+	  case "$$first" in "## $$version, "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]) ;; *) \
+	  echo "release: the first heading of CHANGELOG.md must be '## $$version, YYYY-MM-DD', got '$$first'"; exit 1;; esac
+	@$(MAKE) --no-print-directory $(PACKAGES)
+	rm -rf dist build/objects $(RELEASE) && mkdir -p $(RELEASE)/tree
+	PYMOE_CUDA=0 $(RUN) -m build --quiet --sdist --no-isolation
+	$(MAKE) --no-print-directory wheel PYMOE_CUDA=0
+	@if command -v nvcc; then \
+	  env -u TORCH_CUDA_ARCH_LIST CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory wheel PYMOE_CUDA=1; else \
+	  echo '== no nvcc: no wheel with CUDA kernels'; fi
+	tar xf dist/*.tar.gz -C $(RELEASE)/tree --strip-components=1 && rm -r $(RELEASE)/tree/pymoe
+	set -e; for wheel in dist/*.whl; do \
+	  echo "== $$wheel in a new environment"; \
+	  $(RUN) -m venv --clear $(RELEASE)/venv; \
+	  $(RELEASE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(VENV)/requirements-dev.txt $$wheel; \
+	  (cd $(RELEASE)/tree && env -u PYTHONPATH ../venv/bin/python -m pytest --level=quick $(RELEASE_TESTS)); \
+	done
+	@ls -l dist && echo 'ready for the upload'
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
