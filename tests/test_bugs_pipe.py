@@ -1,6 +1,7 @@
 """Tests of bugs that were found and fixed in pipelines. Docstrings describe the bugs."""
 
 import copy
+import sys
 import time
 import types
 
@@ -158,7 +159,7 @@ def test_ctrl_c_as_a_worker_starts_waits_for_it_and_leaves_torchs_generators(mon
     assert type(torch.random) is types.ModuleType
 
 
-def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu():
+def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu(monkeypatch):
     """On an H200 a pipe over a CPU, a GPU and a CPU had gradients that were off by 0.2 %, without a word: copies to the
     CPU were not waited for, so that a stage could read what the memory had held before.
     """
@@ -171,3 +172,13 @@ def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu():
     for device in ("cpu", "cuda:1"):
         moved(OfAnyDevice(), torch.device(device))
     assert asked == [("cpu", False), ("cuda", True)]
+    callers = set()
+
+    def recorded(tensor, device):
+        callers.add(sys._getframe(1).f_code.co_name)
+        return moved(tensor, device)
+
+    monkeypatch.setattr("pymoe.pipe.execution.graph.moved", recorded)
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), chunks=2, devices=["cpu", "cpu"])
+    pipe.step(torch.ones(4, 3), loss_fn=torch.sum, reduction="sum")
+    assert callers == {"receive", "deliver"}  # of activations and of gradients

@@ -28,8 +28,8 @@ def markdown(folder: Path, machine: Record, outcomes: Sequence[Record], note: st
         ("Layer", bench(folder / "layer.json")),
         ("Layer, with pymoe's own grouped product", bench(folder / "layer_own_product.json")),
         ("Operators", bench(folder / "operators.json")),
-        ("Layer beside its peers", peers(folder)),
-        ("Layer beside SonicMoE", peers(folder / "sonicmoe")),
+        ("Layer compared with its peers", peers(folder)),
+        ("Layer compared with SonicMoE", peers(folder / "sonicmoe")),
         ("What failed, in its last words", last_words(outcomes)),
     ):
         text = list(section)

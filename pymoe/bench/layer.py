@@ -55,8 +55,8 @@ class Shape:
         """Return the number of elements of the weights, input and output, and of their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
-    def bytes_read(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights of the experts that random tokens choose, and of the tokens, in a forward."""
+    def bytes_moved(self, dtype: torch.dtype) -> int:
+        """Return the fewest bytes that a forward moves: tokens, and the weights of the experts that they choose."""
         reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
         return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)
 
@@ -98,7 +98,7 @@ def layer_lines() -> Iterator[Line]:
             )
     for shape in FEW_TOKENS:
         yield Line(
-            "MoE", str(shape), torch.bfloat16, "forward", shape.bytes_read(torch.bfloat16), 0, shape.name, {},
+            "MoE", str(shape), torch.bfloat16, "forward", shape.bytes_moved(torch.bfloat16), 0, shape.name, {},
             partial(forward_candidates_of, shape, torch.bfloat16), devices=("cuda",),
         )  # fmt: skip
 
@@ -123,7 +123,7 @@ def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device
         return verdict_of((found,), (expected,), ("output",), RELATIVE_ERROR[dtype])
 
     calls = {name: Rotating([partial(without_gradients, way, x) for x in inputs]) for name, way in ways.items()}
-    return Candidates(calls, floor_for(shape.bytes_read(dtype), 0, dtype, device, rates), verify)
+    return Candidates(calls, floor_for(shape.bytes_moved(dtype), 0, dtype, device, rates), verify)
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:

@@ -45,7 +45,13 @@ class TokenDispatcher:
     """The exchange back to the ranks of the tokens."""
 
     def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
-        experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
+        self.own_routing: Routing | None = None
+        if gate.experts.is_cpu:  # the kernel checks the choices, which other orders of rows read before a kernel does
+            self.own_routing = ops.build_routing(gate.experts, sharding.num_experts)
+            # Others wait for as many rows as the load says, whatever router has made the gate.
+            gate = gate._replace(load=self.own_routing.offsets.diff())
+        else:
+            experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
         self.sharding, self.gate, self.capacity_factor, self.ops = sharding, gate, capacity_factor, ops
         self.top_k = gate.experts.shape[1]
         self.group_has_capacity = capacity_factor is not None and sharding.scope == "group"
@@ -69,7 +75,9 @@ class TokenDispatcher:
         experts_TK = self.gate.experts
         if sharding.send_positions is not None:
             experts_TK = sharding.send_positions.to(experts_TK.device)[experts_TK.long()]
-        routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
+        routing = self.own_routing
+        if routing is None or experts_TK is not self.gate.experts or self._own_capacity is not None:
+            routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
             # The order of rows does not depend on the counts of other ranks, so gather before the host reads them.

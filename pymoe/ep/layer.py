@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.dtypes import cast_operands
+from pymoe._common.dtypes import accumulate_dtype, cast_operands
 from pymoe._common.types import Gate, RouterLosses
 from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.dispatcher import TokenDispatcher
 from pymoe.ep.experts import ShardedExperts
 from pymoe.nn.apply_experts import check_choice
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.moe import MoE
+from pymoe.nn.moe import MoE, with_shared
 from pymoe.nn.operands import as_rows
 from pymoe.nn.router import Router
 
@@ -54,20 +54,23 @@ class ShardedMoE(ShardedLayer, MoE):
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
             self._check_choice(rows_TH, gate.experts, gate.weights)
+            wide = accumulate_dtype(rows_TH.dtype)  # weights may travel, in the same dtype from every rank
+            gate = gate._replace(weights=gate.weights.to(wide))
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
             if weights_TK is not gate.weights:  # other losses may have changed them
                 check_choice(rows_TH, gate.experts, weights_TK)
-            shared_TH: Tensor | None = None
+                weights_TK = weights_TK.to(wide)
+            shared_TH: Any = None
 
             def compute_shared() -> None:
                 nonlocal shared_TH
                 shared_TH = self.shared(rows_TH)  # type: ignore[misc]
 
             y_TH = call.finish(self.experts, weights_TK, compute_shared if self.shared is not None else None)
-            if shared_TH is not None:
-                y_TH = y_TH + shared_TH
+            if self.shared is not None:
+                y_TH = with_shared(y_TH, shared_TH)
             self.last.keep(
                 load=gate.load, dropped=dispatcher.dropped(), load_balancing_loss=losses.load_balancing, z_loss=losses.z
             )

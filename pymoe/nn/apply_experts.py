@@ -287,7 +287,7 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
 
 
 def _choice_fits(x: Any, experts: Any, weights: Any) -> bool:
-    """Return whether :func:`check_choice` raises no error, in one expression; see :mod:`pymoe._common.checks`."""
+    """Return true only if :func:`check_choice` raises no error, in one expression; see :mod:`pymoe._common.checks`."""
     return (
         isinstance(x, Tensor)
         and isinstance(experts, Tensor)

@@ -456,11 +456,7 @@ class MoE(nn.Module):
     def _with_shared(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
         """Return the routed experts' output plus the shared experts' output."""
         shared: Any = self.shared
-        shared_TH: Tensor = shared(x_TH)
-        if shared_TH.shape != y_TH.shape:  # possible if the user has replaced the module; it would be broadcast
-            seen = tuple(shared_TH.shape)
-            raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
-        return y_TH + shared_TH
+        return with_shared(y_TH, shared(x_TH))
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
         """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
@@ -545,6 +541,14 @@ class MoE(nn.Module):
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """Return the layers of a model by their names within it; a model that is a layer itself is called "moe"."""
     return {name or "moe": module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def with_shared(y_TH: Tensor, shared_TH: Any) -> Tensor:
+    """Return the routed experts' output plus what shared experts have returned, which a user may have replaced."""
+    if not isinstance(shared_TH, Tensor) or shared_TH.shape != y_TH.shape:  # another shape would be broadcast
+        seen = tuple(shared_TH.shape) if isinstance(shared_TH, Tensor) else type(shared_TH).__name__
+        raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
+    return y_TH + shared_TH
 
 
 def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backend) -> RouterLosses:

@@ -54,8 +54,8 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         hooks = getattr(module, name)
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
-    # This reads the attribute as a call does, for torch.compile, which guards what is read and not what a dictionary
-    # holds: a replacement makes it compile the code again. It cannot trace the ``__func__`` of a module's method nor,
+    # torch.compile guards attributes that are read, but not the contents of ``__dict__``: reading ``module.forward``
+    # makes it compile again when ``forward`` is replaced. It cannot trace the ``__func__`` of a module's method nor,
     # before torch 2.13, a method that ``__get__`` makes.
     own = module.__dict__
     plain = module.forward is not None and hasattr(type(module).forward, "__get__")

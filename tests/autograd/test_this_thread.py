@@ -9,15 +9,14 @@ import os
 import threading
 import torch
 from torch import nn
+from limits import LONG
 from pretended import DEVICE, pretended
-
-WAIT = 20.0  # seconds
 
 def ended(work):
     found = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
-    thread.join(WAIT)
+    thread.join(LONG)
     assert found, "the other pass waits for the thread on which this node waits"
     return found[0]
 

@@ -390,8 +390,8 @@ def test_a_forward_of_few_tokens_agrees_with_its_reference_and_reads_the_chosen_
     assert not native.requires_grad
     torch.testing.assert_close(baseline, native)
     one = replace(shape, tokens=1)
-    assert one.bytes_read(torch.float32) == 4 * (2 * 3 * 48 * 64 + 2 * 64)  # two experts, a token and a row
-    assert replace(shape, tokens=1000).bytes_read(torch.bfloat16) == 2 * (8 * 3 * 48 * 64 + 2000 * 64)  # all experts
+    assert one.bytes_moved(torch.float32) == 4 * (2 * 3 * 48 * 64 + 2 * 64)  # two experts, a token and a row
+    assert replace(shape, tokens=1000).bytes_moved(torch.bfloat16) == 2 * (8 * 3 * 48 * 64 + 2000 * 64)  # all experts
 
 
 def test_the_layer_is_called_wrong_when_a_gradient_is():

@@ -173,7 +173,7 @@ def test_the_report_has_a_section_for_every_stage_and_the_facts_of_the_machine(r
     assert titles == [
         "Stages", "Tests", "Device and emulator", "compute-sanitizer", "Rates", "The lines with targets",
         "The router's product, and the launches of a layer", "Layer, forward and backward", "Operators",
-        "Layer beside its peers", "Layer beside SonicMoE",
+        "Layer compared with its peers", "Layer compared with SonicMoE",
     ]  # fmt: skip
     machine = json.loads((folder / "machine.json").read_text())
     for said in (text, done.stdout):

@@ -44,14 +44,15 @@ def wrong_parameters(rank, world, wrong):
     return said, told(few, x)
 
 
-def wrong_choices(rank, world, change):
+def wrong_choices(rank, world, change, **options):
     """Return the ranks' errors when the router of one makes choices that do not fit its tokens, and afterwards."""
-    few = ep.shard(layers(), dist.group.WORLD)["few"]
+    few = ep.shard(layers(), dist.group.WORLD, **options)["few"]
     x = torch.randn(3, 12, dtype=torch.float32)
     changes = {
         "weights": lambda gate: gate._replace(weights=gate.weights[:, :1]),
         "tokens": lambda gate: Gate(gate.weights[:2], gate.experts[:2], gate.load),
         "dtype": lambda gate: gate._replace(experts=gate.experts.float()),
+        "indices": lambda gate: gate._replace(experts=gate.experts - 1 - gate.experts.max()),
     }
     hook = None
     if rank == WRONG:
@@ -60,6 +61,36 @@ def wrong_choices(rank, world, change):
     if hook is not None:
         hook.remove()
     return said, told(few, x)
+
+
+def wrong_index_in_padded_rows(rank, world):
+    """Return the rank's error when its router chooses expert -1; each rank has a group of its own."""
+    few = ep.shard(layers(), group_of_one(), transport="padded", room=64)["few"]
+    few.router.register_forward_hook(
+        lambda *call: (call[-1][0]._replace(experts=torch.full_like(call[-1][0].experts, -1)), call[-1][1])
+    )
+    return told(few, torch.randn(3, 12, dtype=torch.float32))
+
+
+def gates_of_others(rank, world):
+    """Return how far a layer's output is from its usual one when a router of another kind has made one rank's gate."""
+    few = ep.shard(layers(), dist.group.WORLD, deduplicate=True)["few"]
+    x = torch.randn(3, 12, dtype=torch.float32)
+    expected = few(x)
+    if rank == WRONG:
+        few.router.register_forward_hook(lambda *call: (_with_other_load_and_dtype(call[-1][0]), call[-1][1]))
+    return float((few(x) - expected).abs().max())
+
+
+def _with_other_load_and_dtype(gate):
+    return gate._replace(load=gate.load.roll(1).long(), weights=gate.weights.bfloat16())
+
+
+def wrong_shared(rank, world, returned):
+    """Return the rank's error when its shared experts return something else; each rank has a group of its own."""
+    few = ep.shard(layers(num_shared_experts=1), group_of_one())["few"]
+    few.shared.forward = {"nothing": lambda x: None, "a column": lambda x: x[:, :1]}[returned]
+    return told(few, torch.randn(3, 12, dtype=torch.float32))
 
 
 def wrong_weights(rank, world):

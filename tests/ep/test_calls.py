@@ -65,7 +65,7 @@ def test_a_call_runs_few_functions_of_python(ranks):
         checks = [name for name in forward if name.startswith("check_") or name.endswith("_in_range")]
         of_parts = ["check_mode", "check_place", "check_gate_topk", "check_choice", "check_kind", "check_parameters"]
         of_parts += ["check_parameter"] * 2
-        assert checks == [*of_parts, "experts_in_range", "check_router_losses"]
+        assert checks == [*of_parts, "check_router_losses"]
 
 
 def test_chunks_travel_while_others_compute(ranks):

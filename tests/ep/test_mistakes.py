@@ -1,5 +1,7 @@
 """Users' mistakes are found before rows travel, on all ranks or on one that tells the others."""
 
+import re
+
 import mistakes
 import pytest
 from failures import WRONG, without_models
@@ -45,6 +47,34 @@ def test_a_rank_whose_router_makes_wrong_choices_tells_the_others(ranks, change,
         assert text in said[1]
         assert rank == WRONG or FAILED in said[1]
         assert afterwards is None
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"deduplicate": True}], ids=str)
+def test_a_rank_that_chooses_an_expert_that_does_not_exist_tells_the_others(ranks, options):
+    """In chunks and in padded rows expert -1 was the last one, and with deduplication another rank raised."""
+    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_choices, change="indices", **options)):
+        assert said[0] == ("IndexError" if rank == WRONG else "GroupError")
+        assert "experts must lie in" in said[1]
+        assert rank == WRONG or FAILED in said[1]
+        assert afterwards is None
+
+
+def test_padded_rows_take_no_expert_that_does_not_exist(ranks):
+    for kind, text, *_ in ranks.run(mistakes.wrong_index_in_padded_rows):
+        assert kind == "IndexError"
+        assert "experts must lie in" in text
+
+
+def test_a_gate_of_another_router_may_have_another_load_and_dtype(ranks):
+    """Others waited for the rows that the load announced, and for the bytes of weights in their own dtype."""
+    assert all(distance < 1e-2 for distance in ranks.run(mistakes.gates_of_others))
+
+
+@pytest.mark.parametrize(("returned", "seen"), [("nothing", "NoneType"), ("a column", r"\(3, 1\)")])
+def test_what_replaced_shared_experts_return_is_checked(ranks, returned, seen):
+    for kind, text, *_ in ranks.run(mistakes.wrong_shared, returned=returned):
+        assert kind == "ValueError"
+        assert re.search(f"shared experts must return rows .* got {seen}", text)
 
 
 def test_weights_of_other_losses_are_checked(ranks):

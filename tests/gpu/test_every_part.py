@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from limits import LONG
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -102,11 +103,12 @@ def test_a_served_expert_answers_many_clients(kind, clients_on, device):
                 outputs[i] = client(inputs[i])
                 outputs[i].square().sum().backward()
 
-        threads = [threading.Thread(target=ask, args=(first,)) for first in range(8)]
+        threads = [threading.Thread(target=ask, args=(first,), daemon=True) for first in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(LONG)
+        assert not any(thread.is_alive() for thread in threads)
     for x, y in zip(inputs, outputs, strict=True):
         assert y.device == place
         again = x.detach().to(device).requires_grad_()

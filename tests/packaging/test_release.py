@@ -17,7 +17,7 @@ RELEASED = f"## {pymoe.__version__}, 2026-01-31"
 
 def git(folder: Path, *arguments: str) -> None:
     identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True)
+    subprocess.run(["git", *identity, "-c", "commit.gpgsign=false", *arguments], cwd=folder, check=True)
 
 
 def tree_of_changes(folder: Path, changes: str) -> Path:
