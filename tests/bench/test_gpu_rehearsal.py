@@ -22,8 +22,8 @@ from pymoe import _native
 
 ROOT = Path(__file__).parents[2]
 STAGES = [
-    "build", "emulator", "equality", "tests_operators", "tests_layers", "sanitizer", "design_rows", "layer", "parts",
-    "peers", "operators", "sonicmoe",
+    "build", "emulator", "equality", "tests_operators", "tests_layers", "sanitizer", "design_rows", "layer",
+    "layer_own_product", "parts", "peers", "operators", "sonicmoe",
 ]  # fmt: skip
 
 COMPILER = """#!{python}
@@ -150,7 +150,7 @@ def test_every_stage_leaves_what_it_found(rehearsal):
     tools = json.loads((folder / "sanitizer.json").read_text())["tools"]
     assert {one["status"] for one in tools} == {"passed"}
     assert all(one["calls"] > 10 for one in tools)
-    for name in ("design_rows", "layer", "operators"):
+    for name in ("design_rows", "layer", "layer_own_product", "operators"):
         assert json.loads((folder / f"{name}.json").read_text())["lines"]
     launches = json.loads((folder / "parts.json").read_text())["launches"]
     assert launches["forward"]["pymoe::apply_chosen_experts_recorded"] == 1
@@ -172,7 +172,8 @@ def test_the_report_has_a_section_for_every_stage_and_the_facts_of_the_machine(r
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles == [
         "Stages", "Tests", "Device and emulator", "compute-sanitizer", "Rates", "The lines with targets",
-        "The router's product, and the launches of a layer", "Layer, forward and backward", "Operators",
+        "The router's product, and the kernels of a layer", "Layer", "Layer, with pymoe's own grouped product",
+        "Operators",
         "Layer compared with its peers", "Layer compared with SonicMoE",
     ]  # fmt: skip
     machine = json.loads((folder / "machine.json").read_text())
