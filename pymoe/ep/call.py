@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from pymoe._common.types import Gate
+from pymoe._common.types import Gate, Routing
 from pymoe.ep.agreement import CountExchange, call_signature, report_failure
 from pymoe.ep.all_to_all import wait_combine
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
@@ -108,7 +108,12 @@ class ExpertCall:
         return self
 
     def begin(
-        self, rows_TH: Tensor, gate: Gate, capacity_factor: float | None, options: tuple[Any, ...]
+        self,
+        rows_TH: Tensor,
+        gate: Gate,
+        capacity_factor: float | None,
+        options: tuple[Any, ...],
+        own_routing: Routing | None = None,
     ) -> TokenDispatcher:
         """Tell the other ranks how many rows will travel, compare the calls of all ranks, and pack the rows.
 
@@ -117,6 +122,7 @@ class ExpertCall:
             gate: their choice of experts.
             capacity_factor: the layer's capacity factor, or None.
             options: all other options on which rows and gradients depend, as alternating names and values.
+            own_routing: the routing of the choices to all experts, if the layer has made it.
 
         Returns:
             The dispatcher of the rows, with the counts of all ranks.
@@ -126,10 +132,10 @@ class ExpertCall:
         signature = call_signature(sharding, rows_TH, gate.weights, experts, top_k, capacity_factor, options)
         ops = raw_operators(layer.backend)
         if sharding.transport == "padded":
-            self._dispatcher = PaddedDispatcher(sharding, gate, capacity_factor, ops, layer.notes)
+            self._dispatcher = PaddedDispatcher(sharding, gate, capacity_factor, ops, layer.notes, own_routing)
         else:
             kind = DeduplicatingDispatcher if sharding.deduplicate else TokenDispatcher
-            self._dispatcher = kind(sharding, gate, capacity_factor, ops)
+            self._dispatcher = kind(sharding, gate, capacity_factor, ops, own_routing)
         own_counts = self._dispatcher.own_counts
         self._waited_for = ExitStack()
         exchange = CountExchange(sharding, signature, own_counts, rows_TH.shape[0])

@@ -31,6 +31,7 @@ class TokenDispatcher:
         gate: the choice of the layer's router for this rank's tokens.
         capacity_factor: the layer's capacity factor, or None.
         ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
+        own_routing: the routing of the choices to all experts, if the layer has made it, with the load in ``gate``.
     """
 
     weights_travel = False
@@ -44,14 +45,22 @@ class TokenDispatcher:
     combine: AllToAll
     """The exchange back to the ranks of the tokens."""
 
-    def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
-        self.own_routing: Routing | None = None
-        if gate.experts.is_cpu:  # the kernel checks the choices, which other orders of rows read before a kernel does
-            self.own_routing = ops.build_routing(gate.experts, sharding.num_experts)
+    def __init__(
+        self,
+        sharding: ExpertSharding,
+        gate: Gate,
+        capacity_factor: float | None,
+        ops: ModuleType,
+        own_routing: Routing | None = None,
+    ) -> None:
+        if own_routing is None and gate.experts.is_cpu:
+            # The kernel checks the choices, which other orders of rows read before a kernel does.
+            own_routing = ops.build_routing(gate.experts, sharding.num_experts)
             # Others wait for as many rows as the load says, whatever router has made the gate.
-            gate = gate._replace(load=self.own_routing.offsets.diff())
-        else:
+            gate = gate._replace(load=own_routing.offsets.diff())
+        elif own_routing is None:
             experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
+        self.own_routing = own_routing
         self.sharding, self.gate, self.capacity_factor, self.ops = sharding, gate, capacity_factor, ops
         self.top_k = gate.experts.shape[1]
         self.group_has_capacity = capacity_factor is not None and sharding.scope == "group"
@@ -213,8 +222,15 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
     weights_travel = True
 
-    def __init__(self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType) -> None:
-        super().__init__(sharding, gate, capacity_factor, ops)
+    def __init__(
+        self,
+        sharding: ExpertSharding,
+        gate: Gate,
+        capacity_factor: float | None,
+        ops: ModuleType,
+        own_routing: Routing | None = None,
+    ) -> None:
+        super().__init__(sharding, gate, capacity_factor, ops, own_routing)
         tables = sharding.tables(gate.experts.device)
         chosen_TK = gate.experts.long()
         self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
@@ -290,9 +306,15 @@ class PaddedDispatcher(IndexedDispatcher):
     """
 
     def __init__(
-        self, sharding: ExpertSharding, gate: Gate, capacity_factor: float | None, ops: ModuleType, notes: LocalTensors
+        self,
+        sharding: ExpertSharding,
+        gate: Gate,
+        capacity_factor: float | None,
+        ops: ModuleType,
+        notes: LocalTensors,
+        own_routing: Routing | None = None,
     ) -> None:
-        super().__init__(sharding, gate, capacity_factor, ops)
+        super().__init__(sharding, gate, capacity_factor, ops, own_routing)
         self._notes = notes
         notes.follow(gate.load.device)
         sent = [[sharding.padded_rows if experts else 0 for experts in by_rank] for by_rank in sharding.chunk_experts]

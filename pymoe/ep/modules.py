@@ -69,12 +69,13 @@ class ShardedModule(ShardedLayer, ExpertShards):
             check_choice(rows_TH, top_k_index, top_k_weights)
             check_parameters(self.sharding, self, None, rows_TH)
             # This also checks the indices, before other ranks wait for rows.
-            load = ops.build_routing(top_k_index, self.sharding.num_experts).offsets.diff()
+            routing = ops.build_routing(top_k_index, self.sharding.num_experts)
             weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
             kind = "its own" if callable(activation) else activation
             ranks = [[f"{one.up.shape[2]}{' trained' * one.up.requires_grad}" for one in weight] for weight in adapters]
             options = "experts", type(self).__name__, "activation", kind, "ranks of adapters", str(ranks)
-            call.begin(rows_TH, Gate(weights_TK, top_k_index.int(), load), None, options)
+            gate = Gate(weights_TK, top_k_index.int(), routing.offsets.diff())
+            call.begin(rows_TH, gate, None, options, routing)
 
             def activated(rows: Tensor) -> Tensor:
                 return activate(rows, activation).to(rows.dtype)

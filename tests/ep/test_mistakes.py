@@ -9,6 +9,15 @@ from failures import WRONG, without_models
 FAILED = "rank 2 of the expert-parallel group failed before it sent rows: "
 
 
+def assert_one_rank_fails(results, kind, text):
+    """Check that one rank raised an error of ``kind`` and told the others, and that all can go on."""
+    for rank, (said, afterwards) in enumerate(results):
+        assert said[0] == (kind if rank == WRONG else "GroupError")
+        assert text in said[1]
+        assert rank == WRONG or FAILED in said[1]
+        assert afterwards is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
@@ -26,11 +35,7 @@ def test_parameters_that_do_not_fit_raise_on_all_ranks_also_without_experts(rank
 
 def test_a_rank_whose_shared_experts_do_not_fit_tells_the_others(ranks):
     text = "shared.w_in must have the dtype of the rows (torch.float32), got torch.bfloat16"
-    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_parameters, wrong="shared dtype")):
-        assert said[0] == ("TypeError" if rank == WRONG else "GroupError")
-        assert text in said[1]
-        assert rank == WRONG or FAILED in said[1]
-        assert afterwards is None
+    assert_one_rank_fails(ranks.run(mistakes.wrong_parameters, wrong="shared dtype"), "TypeError", text)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +47,15 @@ def test_a_rank_whose_shared_experts_do_not_fit_tells_the_others(ranks):
     ],
 )
 def test_a_rank_whose_router_makes_wrong_choices_tells_the_others(ranks, change, kind, text):
-    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_choices, change=change)):
-        assert said[0] == (kind if rank == WRONG else "GroupError")
-        assert text in said[1]
-        assert rank == WRONG or FAILED in said[1]
-        assert afterwards is None
+    assert_one_rank_fails(ranks.run(mistakes.wrong_choices, change=change), kind, text)
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"deduplicate": True}], ids=str)
 def test_a_rank_that_chooses_an_expert_that_does_not_exist_tells_the_others(ranks, options):
     """In chunks and in padded rows expert -1 was the last one, and with deduplication another rank raised."""
-    for rank, (said, afterwards) in enumerate(ranks.run(mistakes.wrong_choices, change="indices", **options)):
-        assert said[0] == ("IndexError" if rank == WRONG else "GroupError")
-        assert "experts must lie in" in said[1]
-        assert rank == WRONG or FAILED in said[1]
-        assert afterwards is None
+    assert_one_rank_fails(
+        ranks.run(mistakes.wrong_choices, change="indices", **options), "IndexError", "experts must lie in"
+    )
 
 
 def test_padded_rows_take_no_expert_that_does_not_exist(ranks):

@@ -247,8 +247,9 @@ FAULTS = [
     Fault(
         "rows of experts of transformers go to the next expert",
         "pymoe/ep/modules.py",
-        "Gate(weights_TK, top_k_index.int(), load)",
-        "Gate(weights_TK, (top_k_index.int() + 1) % load.shape[0], load.roll(1))",
+        "routing = ops.build_routing(top_k_index, self.sharding.num_experts)",
+        "top_k_index = (top_k_index + 1) % self.sharding.num_experts\n"
+        "            routing = ops.build_routing(top_k_index, self.sharding.num_experts)",
         (TRANSFORMERS, "-k", "bits_of_one_process"),
     ),
     Fault(
