@@ -165,12 +165,14 @@ def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu(monkeypatch)
     """
     asked = []
 
-    class OfAnyDevice:
+    class Elsewhere:
+        device = None
+
         def to(self, device, non_blocking):
             asked.append((device.type, non_blocking))
 
     for device in ("cpu", "cuda:1"):
-        moved(OfAnyDevice(), torch.device(device))
+        moved(Elsewhere(), torch.device(device))
     assert asked == [("cpu", False), ("cuda", True)]
     callers = set()
 

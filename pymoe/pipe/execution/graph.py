@@ -173,7 +173,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on ``device``; the host waits only for copies to the CPU, which it could read too early."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def receive_value(value: StageValue, device: torch.device | None) -> Any:
