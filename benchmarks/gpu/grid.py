@@ -16,7 +16,7 @@ from benchmarks.gpu.stages import ROOT
 from pymoe.bench.calls import generator, gradients, map_tensors, mapped
 
 sys.path.insert(0, str(ROOT / "tests"))
-from specs import WITHOUT_CUDA, all_specs, samples_of, with_grad
+from specs import all_specs, samples_of, with_grad
 
 
 def main() -> int:
@@ -33,8 +33,6 @@ def main() -> int:
     specs = [spec for spec in all_specs() if "cuda" in spec.devices]
     for spec in specs:  # run every kernel once, however long it takes
         for call in spec.raw_calls(generator()) if spec.raw_calls else ():
-            if call.operator in WITHOUT_CUDA:
-                continue
             arguments = map_tensors(call.args, lambda value: value.to(device))
             getattr(torch.ops.pymoe, call.operator)(*arguments)
             count += 1

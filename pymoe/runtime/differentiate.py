@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe.autograd.this_thread import on_this_thread
 from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
@@ -33,20 +32,25 @@ def as_leaf(tensor: Tensor) -> Tensor:
 def run_backward_pass(
     outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
 ) -> tuple[Tensor, ...]:
-    """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``."""
+    """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``.
+
+    The whole pass runs on this thread. Otherwise autograd runs nodes whose gradients are on a GPU on its one thread for
+    the GPU, and if a client's node waits there for this pass, it would wait forever.
+    """
     roots, grads = [], []
     for output, grad in zip(outputs, grad_outputs, strict=True):
         if output.requires_grad:
             roots.append(output)
             grads.append(grad if grad.dtype == output.dtype else grad.to(output.dtype))
     found: Sequence[Tensor | None] = [None] * len(leaves)
-    if roots and trains:
-        on_this_thread(torch.autograd.backward, roots, grads)
-        found = [leaf.grad for leaf in leaves]
-    elif roots:
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        computed = iter(on_this_thread(torch.autograd.grad, roots, wanted, grads, allow_unused=True) if wanted else ())
-        found = [next(computed) if leaf.requires_grad else None for leaf in leaves]
+    with torch.autograd.set_multithreading_enabled(False):
+        if roots and trains:
+            torch.autograd.backward(roots, grads)
+            found = [leaf.grad for leaf in leaves]
+        elif roots:
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            computed = iter(torch.autograd.grad(roots, wanted, grads, allow_unused=True) if wanted else ())
+            found = [next(computed) if leaf.requires_grad else None for leaf in leaves]
     if len(leaves) > 1:
         found = _apart(found)
     return tuple(

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from specs import WITHOUT_CUDA, all_raw_calls
+from specs import WITHOUT_CUDA, all_raw_calls, all_specs
 
 import pymoe
 from pymoe.ops import missing_cuda
@@ -21,6 +21,11 @@ def test_every_operator_has_a_kernel_or_a_refusal(name):
 def test_a_build_with_cuda_kernels_has_all_that_there_are_and_one_without_has_none():
     refused = {name.removeprefix("pymoe::") for name in missing_cuda.refused}
     assert refused & CALLS.keys() == (WITHOUT_CUDA if pymoe.build_info()["cuda_kernels"] else CALLS.keys())
+
+
+def test_benchmarks_leave_the_same_operators_out():
+    specs = {spec.name: spec for spec in all_specs()}
+    assert WITHOUT_CUDA & specs.keys() == {name for name, spec in specs.items() if "cuda" not in spec.devices}
 
 
 def test_the_refusal_names_the_operator_and_the_ways_out():
