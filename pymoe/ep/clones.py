@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pymoe._common import checks
 from pymoe._common.types import Routing
-from pymoe.ep.agreement import ExchangedCounts
-from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
+from pymoe.ep.exchange import AllToAll, ExchangedCounts, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
 from pymoe.ep.placement import Shares, check_counts, contiguous, divide_rows, share_rows
 from pymoe.ep.sharding import ExpertSharding
 

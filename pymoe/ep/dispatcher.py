@@ -15,9 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._common.types import Gate, Routing
-from pymoe.ep.agreement import HEADER, CountExchange, raise_for_difference
-from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_dispatch, wait_dispatch
 from pymoe.ep.clones import RowPlanWithClones
+from pymoe.ep.exchange import (
+    HEADER,
+    AllToAll,
+    CountExchange,
+    RowCounts,
+    RowPlan,
+    capacity,
+    raise_for_difference,
+    start_dispatch,
+    wait_dispatch,
+)
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.local_tensors import LocalTensors
 from pymoe.ops.index_checks import experts_in_range
@@ -359,7 +368,7 @@ class PaddedDispatcher(IndexedDispatcher):
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
-        # This is float64, so that it rounds up the same numbers as pymoe.ep.all_to_all.capacity.
+        # This is float64, so that it rounds up the same numbers as pymoe.ep.exchange.capacity.
         slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
         limit = slots.ceil().clamp(min=1).int()
         before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)

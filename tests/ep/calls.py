@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pymoe import ep
-from pymoe.ep.all_to_all import AllToAll
+from pymoe.ep.exchange import AllToAll
 from pymoe.nn import MoE
 
 TOKENS = [13, 5, 0, 9]

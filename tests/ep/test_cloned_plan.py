@@ -6,8 +6,8 @@ from expert_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pymoe.ep.agreement import ExchangedCounts
 from pymoe.ep.clones import RowPlanWithClones, plan_clones
+from pymoe.ep.exchange import ExchangedCounts
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops import build_routing
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pymoe._common import checks
-from pymoe.ep.agreement import message_length
 from pymoe.ep.clones import fewest_rows_that_pay
+from pymoe.ep.exchange import message_length
 from pymoe.ep.simulate.block import Block, at_least
 from pymoe.ep.simulate.loads import Load
 from pymoe.ep.simulate.memory import Memory, data_parallel, expert_parallel, fully_sharded, optimizer_bytes_of
