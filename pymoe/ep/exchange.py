@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import Routing
+from pymoe._common.types import FLOATING, Routing
 from pymoe._errors import describe_error
 from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe.ep.failures import Exchange, GroupError, report_error, report_failed_backward

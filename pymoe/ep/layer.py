@@ -17,19 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from pymoe._common.dtypes import accumulate_dtype, cast_operands
-from pymoe._common.types import Gate, RouterLosses, Routing
+from pymoe._common.types import Gate, RouterLosses, Routing, accumulate_dtype, cast_operands
 from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
 from pymoe.ep.exchange import CountExchange, call_signature, report_failure, wait_combine
 from pymoe.ep.experts import ExpertShards, ShardedExperts, local_tensor
 from pymoe.ep.failures import while_others_wait
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.nn.apply_experts import check_choice
+from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.local_tensors import LocalTensors
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE, with_shared
-from pymoe.nn.operands import as_rows, check_parameter
-from pymoe.nn.options import raw_operators
+from pymoe.nn.options import as_rows, check_choice, check_parameter, networks_fit, raw_operators
 from pymoe.nn.router import Router
 from pymoe.ops.function_calls import is_transformed
 
@@ -220,6 +218,9 @@ def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_T
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
         # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
+        return
+    own = {name: None if one is None else local_tensor(one) for name, one in module._parameters.items()}
+    if isinstance(module, Experts | SharedExperts) and not module.gate and networks_fit(module, own, stack, rows_TH):
         return
     for name, size in module.sizes().items():
         parameter = getattr(module, name)

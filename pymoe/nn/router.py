@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pymoe._common import checks
-from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import Gate, Routing, Score
+from pymoe._common.types import Gate, Routing, Score, autocast_enabled
 from pymoe._transforms import in_torch_func
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.local_tensors import LocalTensors, count_on_backward
-from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
     OTHER_NAMES,
@@ -26,7 +24,9 @@ from pymoe.nn.options import (
     check_flag,
     check_model,
     check_number,
+    check_place,
     check_size,
+    linear,
     operators,
     warn_once,
 )
