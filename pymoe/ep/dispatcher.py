@@ -138,13 +138,15 @@ class TokenDispatcher:
 
     def dropped(self) -> Tensor:
         """Return, as a scalar int32, the number of this rank's choices that were not computed."""
-        return torch.full((), self.plan.dropped, dtype=torch.int32, device=self.gate.load.device)
+        own = self.sharding.rank
+        number = sum(self.plan.loads[own]) - sum(self.plan.kept[own])
+        return torch.full((), number, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
         """Return (E,) int64, the load of all ranks, and R times this rank's share of a loss over their tokens."""
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
-        load = torch.tensor(self.plan.group_load(), dtype=torch.int64).to(self.gate.load.device)
+        load = torch.tensor(self.plan.loads, dtype=torch.int64).sum(0).to(self.gate.load.device)
         return load, share
 
     @property

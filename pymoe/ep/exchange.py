@@ -375,36 +375,26 @@ class RowPlan:
             self._check_received(sharding.max_recv_rows)
         self.counts = RowCounts(sharding, [], [])
         own = self.at_owners[sharding.rank]
-        for chunk, by_rank in enumerate(sharding.chunk_experts):
-            self.counts.sent.append([sum(map(own.__getitem__, experts)) for experts in by_rank])
-            self.counts.received.append(list(map(sum, self.rows_by_expert(chunk))))
-
-    @property
-    def dropped(self) -> int:
-        """Return the number of this rank's slots past the capacity of their experts."""
-        rank = self.sharding.rank
-        return sum(self.loads[rank]) - sum(self.kept[rank])
-
-    def group_load(self) -> list[int]:
-        """Return, for each expert, the number of slots of all ranks for which it was chosen."""
-        return list(map(sum, zip(*self.loads, strict=True)))
+        self.rows_by_expert: list[list[list[int]]] = []
+        """(chunks, R, n): the rows that this rank receives from every rank for each of a chunk's experts here."""
+        for by_rank in sharding.chunk_experts:
+            here = by_rank[sharding.rank]
+            rows = [[of_source[expert] for expert in here] for of_source in self.at_owners]
+            self.rows_by_expert.append(rows)
+            self.counts.sent.append([sum([own[expert] for expert in experts]) for experts in by_rank])
+            self.counts.received.append(list(map(sum, rows)))
 
     def rows_of_ranks(self) -> list[int]:
         """Return the number of rows that each rank computes."""
         of_experts = list(map(sum, zip(*self.at_owners, strict=True)))
-        return [sum(map(of_experts.__getitem__, experts)) for experts in self.sharding.experts_of_ranks]
-
-    def rows_by_expert(self, chunk: int) -> list[list[int]]:
-        """Return the rows of a chunk that this rank receives from every rank for each of the chunk's experts here."""
-        experts = self.sharding.chunk_experts[chunk][self.sharding.rank]
-        return [list(map(rows.__getitem__, experts)) for rows in self.at_owners]
+        return [sum([of_experts[expert] for expert in own]) for own in self.sharding.experts_of_ranks]
 
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
 
         Rows come rank by rank, and the rows of each rank are sorted by expert.
         """
-        rows = torch.tensor(self.rows_by_expert(chunk), dtype=torch.int64)
+        rows = torch.tensor(self.rows_by_expert[chunk], dtype=torch.int64)
         experts = rows.shape[1]
         indices = torch.arange(experts, dtype=torch.int32).repeat(self.sharding.ranks)
         total = sum(self.counts.received[chunk])
@@ -552,7 +542,7 @@ class _StartDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *handles: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return wait_combine(handles, ctx.exchange.gradients), None
+        return wait_combine(ctx.exchange.gradients, *handles), None
 
 
 class _WaitDispatch(torch.autograd.Function):
@@ -589,28 +579,16 @@ class _WaitCombine(torch.autograd.Function):
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 
-def start_dispatch(rows_SH: Tensor, exchange: AllToAll) -> tuple[Tensor, ...]:
-    """Start all chunks towards the ranks of the experts; return a handle for each."""
-    handles: tuple[Tensor, ...] = _StartDispatch.apply(rows_SH, exchange)
-    return handles
+# Both ends of a dispatch and of a combine, as nodes of a graph.
 
-
-def wait_dispatch(handle: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
-    """Wait for a chunk at the rank of its experts; return its rows (n, H), rank by rank."""
-    rows: Tensor = _WaitDispatch.apply(handle, exchange, chunk)
-    return rows
-
-
-def start_combine(rows: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
-    """Start a chunk towards the ranks of the tokens; return a handle."""
-    handle: Tensor = _StartCombine.apply(rows, exchange, chunk)
-    return handle
-
-
-def wait_combine(handles: Sequence[Tensor], exchange: AllToAll) -> Tensor:
-    """Wait for all chunks at the rank of their tokens; return their rows as (S, H)."""
-    rows_SH: Tensor = _WaitCombine.apply(exchange, *handles)
-    return rows_SH
+start_dispatch: Callable[[Tensor, AllToAll], tuple[Tensor, ...]] = _StartDispatch.apply
+"""Start all chunks of rows (S, H) towards the ranks of the experts; return a handle for each."""
+wait_dispatch: Callable[[Tensor, AllToAll, int], Tensor] = _WaitDispatch.apply
+"""Wait for the chunk of a handle at the rank of its experts; return its rows (n, H), rank by rank."""
+start_combine: Callable[[Tensor, AllToAll, int], Tensor] = _StartCombine.apply
+"""Start a chunk of rows (n, H) towards the ranks of the tokens; return a handle."""
+wait_combine: Callable[..., Tensor] = _WaitCombine.apply
+"""Wait, in an exchange with these handles, for all chunks at the rank of their tokens; return their rows (S, H)."""
 
 
 def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -321,10 +322,8 @@ class ShardedExperts(ExpertShards, Experts):
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        ops = raw_operators(self.backend)
-        return self.apply_to_chunks(
-            handles, dispatcher, lambda rows: ops.expert_activation(rows, self.activation), meanwhile
-        )
+        activate = partial(raw_operators(self.backend).expert_activation, kind=self.activation)
+        return self.apply_to_chunks(handles, dispatcher, activate, meanwhile)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

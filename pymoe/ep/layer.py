@@ -162,7 +162,7 @@ class ExpertCall:
         if meanwhile is not None and not self._sharding.clones:
             meanwhile()
             meanwhile = None
-        y_SH = wait_combine(experts(handles, dispatcher, meanwhile), dispatcher.combine)
+        y_SH = wait_combine(dispatcher.combine, *experts(handles, dispatcher, meanwhile))
         y_TH = dispatcher.unpack(y_SH, weights_TK)
         self._layer._loads, self._layer.last_rows = dispatcher.loads, dispatcher.rows_of_ranks()
         return y_TH
