@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -309,11 +310,8 @@ class ShardedMoE(ShardedLayer, MoE):
         of_router: tuple[Any, ...] = "router", type(router).__name__  # routers of other classes have their own options
         of_losses: tuple[Any, ...] = "losses", type(losses).__name__
         if isinstance(router, Router):
-            of_router = (
-                *("score", router.score, "renormalize", router.renormalize, "scale", float(router.scale)),
-                *("num_groups", router.num_groups, "topk_groups", router.topk_groups),
-                *("bias_update_rate", float(router.bias_update_rate)),
-            )
+            rates = {"scale": float(router.scale), "bias_update_rate": float(router.bias_update_rate)}
+            of_router = tuple(chain.from_iterable((router.choice_options() | rates).items()))
         if isinstance(losses, AuxiliaryLosses):
             of_losses = "aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)
         return *of_router, "activation", self.experts.activation, *of_losses

@@ -208,14 +208,7 @@ class Router(nn.Module):
         self._check(x_TH)
         logits_TE = self.logits(x_TH)
         gate: Gate = operators(self.backend).gate_topk(
-            logits_TE,
-            self.top_k,
-            score=self.score,
-            renormalize=self.renormalize,
-            bias=self.expert_bias,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
-            scale=self.scale,
+            logits_TE, self.top_k, bias=self.expert_bias, **self.choice_options()
         )
         if self.replaced is not None:
             gate = self.replaced(gate, logits_TE)
@@ -239,6 +232,11 @@ class Router(nn.Module):
         options = self.gate_options()
         gate, logits_TE, x_TH, routing = route(x_TH, self.weight, self.expert_bias, options, capacity, alone)
         return self._counted(gate), logits_TE, x_TH, routing
+
+    def choice_options(self) -> dict[str, Any]:
+        """Return the options of the choice, besides K and the bias, by the names of :func:`pymoe.ops.gate_topk`."""
+        of_weights = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
+        return of_weights | {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
 
     def gate_options(self) -> Options:
         """Return the options of the choice as the native gate takes them."""

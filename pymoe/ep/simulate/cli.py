@@ -11,9 +11,8 @@ from dataclasses import replace
 from pymoe._common.command_line import CommandLine, file_to_write
 from pymoe.ep.simulate.block import DTYPES, PRESETS, Block
 from pymoe.ep.simulate.loads import load_of
-from pymoe.ep.simulate.report import text
 from pymoe.ep.simulate.rows import SPREADS
-from pymoe.ep.simulate.simulation import Simulation, simulate
+from pymoe.ep.simulate.simulation import Simulation, simulate, text
 
 SIZES = ("hidden", "ffn", "experts", "choices", "layers", "shared_ffn", "groups", "kept_groups", "dtype")
 OWN = ("hidden", "ffn", "experts", "choices")

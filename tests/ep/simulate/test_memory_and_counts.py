@@ -9,7 +9,7 @@ from expert_counts import random_choices
 
 from pymoe.ep import exchange
 from pymoe.ep.simulate import PRESETS, Block, Load, simulate, uniform
-from pymoe.ep.simulate.memory import data_parallel, fully_sharded, optimizer_bytes_of
+from pymoe.ep.simulate.simulation import data_parallel, fully_sharded, optimizer_bytes_of
 from pymoe.nn import MoE
 
 ZEROS = torch.zeros(3, 2, dtype=torch.int64)
