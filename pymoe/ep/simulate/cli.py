@@ -86,11 +86,8 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
     """Return the simulation that the options describe."""
     block = block_of(options)
     load = load_of(options.load, block, max(1, options.tokens * options.ranks), seed=options.seed)
-    given = {
-        name: getattr(options, name)
-        for name in ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
-    }
-    return simulate(block, options.ranks, options.tokens, load, **given)
+    given = ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
+    return simulate(block, options.ranks, options.tokens, load, **{name: getattr(options, name) for name in given})
 
 
 def block_of(options: argparse.Namespace) -> Block:

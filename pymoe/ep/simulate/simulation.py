@@ -184,7 +184,9 @@ def simulate(
     chosen, found = balances[spread], every[spread]
     counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
     clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
-    alternatives = {"DP": data_parallel_bytes(block, ranks), "FSDP": fully_sharded_bytes(block, ranks)}
+    # A ring all-reduce of the gradients of all experts; all-gathers of weights in both passes, and a reduce-scatter.
+    all_reduced = 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
+    alternatives = {"DP": all_reduced, "FSDP": 1.5 * all_reduced}
     ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
     formula = load.uniform and spread == "contiguous"
     traffic = [_traffic(block, found, tokens, *way, formula=formula) for way in ways]
@@ -213,16 +215,6 @@ def simulate(
         alternatives=alternatives,
         memory=memory,
     )
-
-
-def data_parallel_bytes(block: Block, ranks: int) -> float:
-    """Return 2 (R - 1) / R E 3 H F b: a ring all-reduce of the gradients of all experts."""
-    return 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
-
-
-def fully_sharded_bytes(block: Block, ranks: int) -> float:
-    """Return 3 (R - 1) / R E 3 H F b: all-gathers of the weights in both passes, a reduce-scatter of the gradients."""
-    return 1.5 * data_parallel_bytes(block, ranks)
 
 
 def _traffic(
@@ -375,7 +367,7 @@ def text(simulation: Simulation) -> str:
 def balance_table(simulation: Simulation) -> Table:
     """Return a table with a row for every way to spread the experts."""
     heading = ("experts", "fullest / mean", "worst", "experts per rank", "clones per step")
-    past = "" if simulation.load.has_past else " by this step's own load"
+    past = "" if len(simulation.load.choices[0]) > 1 else " by this step's own load"
     rows = [
         (
             f"{one.name}{past}" if one.name == "placed" else one.name,
