@@ -59,8 +59,8 @@ def test_what_needs_no_gradient_may_differ_from_layer_to_layer(ranks, frozen, wa
 def test_a_call_runs_few_functions_of_python(ranks):
     """A forward ran 366 of them, and both passes 449: half checked tensors that the layer itself had made."""
     for forward, both in ranks.run(calls.functions):
-        assert len(forward) <= 175, f"{len(forward)} functions: {forward}"
-        assert len(both) <= 246, f"{len(both)} functions: {both}"
+        assert len(forward) <= 180, f"{len(forward)} functions: {forward}"
+        assert len(both) <= 250, f"{len(both)} functions: {both}"
         for passes in (forward, both):
             files = sorted({module for module, _ in passes})
             assert len(files) <= 20, files
