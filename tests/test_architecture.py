@@ -260,7 +260,7 @@ def test_a_planted_include_is_found(file, line):
         ("pymoe/nn/moe.py", "from pymoe.ep import shard"),
         ("pymoe/ep/shard.py", "from pymoe.pipe import Pipe"),
         ("pymoe/ep/placement.py", "from pymoe.bench.report import Table"),
-        ("pymoe/ep/simulate/report.py", "import matplotlib"),
+        ("pymoe/ep/simulate/simulation.py", "import matplotlib"),
         ("pymoe/bench/calls.py", "from pymoe.pipe import Pipe"),
         ("pymoe/bench/calls.py", "import hypothesis"),
         ("pymoe/runtime/pool.py", "import grpc"),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.expert.work import leave
 from pymoe import ep
-from pymoe.ep.all_to_all import AllToAll
+from pymoe.ep.exchange import AllToAll
 from pymoe.nn import MoE
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 512, 64, 8, 2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.common.comparison import relative_error, verdict
 from benchmarks.expert.torch_peer import TorchExpertParallel
 from pymoe import ep
-from pymoe.ep import agreement, all_to_all
+from pymoe.ep import exchange
 from pymoe.nn import MoE
 
 ALONE, PEER, PEER_MOVES = "one process", "torch", "torch, pymoe's products"
@@ -78,7 +78,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for owner, name in ((all_to_all.AllToAll, "wait"), (agreement.CountExchange, "read")):
+        for owner, name in ((exchange.AllToAll, "wait"), (exchange.CountExchange, "read")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

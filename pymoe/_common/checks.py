@@ -5,7 +5,7 @@ Every message names the operator, the argument, the rule and the value found. Th
 :class:`IndexError` for an index out of range.
 
 These checks take microseconds even if nothing is wrong. Therefore callers first test the usual case in one expression,
-with ``is_matrix``, ``is_like``, ``is_index`` and ``is_routing``: see :mod:`pymoe._common.contracts`.
+with functions such as ``is_matrix`` of :mod:`pymoe._common.contracts`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import Gate, Routing
+from pymoe._common.types import FLOATING, Gate, Routing
 
 
 def tensor(operator: str, argument: str, value: object) -> None:
@@ -38,38 +37,6 @@ def dtype(operator: str, argument: str, value: Tensor, *expected: torch.dtype) -
     if value.dtype not in expected:
         names = " or ".join(str(one).removeprefix("torch.") for one in expected)
         raise TypeError(f"{operator}: {argument} must have dtype {names}, got {value.dtype}")
-
-
-def is_matrix(value: object) -> bool:
-    """Return whether ``value`` is a tensor of two dimensions and one of the four floating dtypes."""
-    return isinstance(value, Tensor) and value.dtype in FLOATING and value.dim() == 2
-
-
-def is_like(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``value`` is a tensor with this shape and dtype, on ``device``."""
-    return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
-
-
-def is_index(value: object, dims: int, device: torch.device) -> bool:
-    """Return whether ``value`` is an int32 tensor with ``dims`` dimensions on ``device``."""
-    return isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == dims and value.device == device
-
-
-def is_routing(value: object, device: torch.device) -> bool:
-    """Return whether :func:`routing` raises no error for ``value`` and rows on ``device``."""
-    if not (isinstance(value, tuple) and len(value) == 3):
-        return False
-    slot, token, offsets = value
-    return (
-        isinstance(slot, Tensor)
-        and isinstance(token, Tensor)
-        and isinstance(offsets, Tensor)
-        and slot.dtype == token.dtype == offsets.dtype == torch.int32
-        and slot.dim() == 2
-        and token.dim() == offsets.dim() == 1
-        and slot.device == token.device == offsets.device == device
-        and offsets.shape[0] >= 2
-    )
 
 
 def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:

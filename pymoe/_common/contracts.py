@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from pymoe._common import checks
-from pymoe._common.dtypes import FLOATING
 from pymoe._common.forward_mode import in_forward_mode
 from pymoe._common.types import (
     BLOCK,
+    FLOATING,
     FORMATS,
     GATED,
     GROUP,
@@ -46,6 +46,38 @@ ROW_LIMIT = 2**31
 """Limit of S = T * K (exclusive), because rows are numbered in int32."""
 QUANTIZED_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the rows that quantised weights multiply."""
+
+
+def is_matrix(value: object) -> bool:
+    """Return whether ``value`` is a tensor of two dimensions and one of the four floating dtypes."""
+    return isinstance(value, Tensor) and value.dtype in FLOATING and value.dim() == 2
+
+
+def is_like(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ``value`` is a tensor with this shape and dtype, on ``device``."""
+    return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
+
+
+def is_index(value: object, dims: int, device: torch.device) -> bool:
+    """Return whether ``value`` is an int32 tensor with ``dims`` dimensions on ``device``."""
+    return isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == dims and value.device == device
+
+
+def is_routing(value: object, device: torch.device) -> bool:
+    """Return whether :func:`pymoe._common.checks.routing` raises no error for ``value`` and rows on ``device``."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        return False
+    slot, token, offsets = value
+    return (
+        isinstance(slot, Tensor)
+        and isinstance(token, Tensor)
+        and isinstance(offsets, Tensor)
+        and slot.dtype == token.dtype == offsets.dtype == torch.int32
+        and slot.dim() == 2
+        and token.dim() == offsets.dim() == 1
+        and slot.device == token.device == offsets.device == device
+        and offsets.shape[0] >= 2
+    )
 
 
 def check_gather_batch(tensors: Sequence[Tensor]) -> None:
@@ -150,7 +182,7 @@ def check_gate_topk(
 def _gate_topk_fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
     """Return whether the arguments, without groups, keep the contract."""
     return (
-        checks.is_matrix(logits)
+        is_matrix(logits)
         and type(k) is int
         and 1 <= k <= logits.shape[1]
         and (torch.compiler.is_compiling() or logits.shape[0] * k < 2**31)
@@ -219,7 +251,7 @@ def check_dispatch(x: Tensor, routing: Routing) -> None:
 
 
 def _dispatch_fits(x: Tensor, routing: Routing) -> bool:
-    return checks.is_matrix(x) and checks.is_routing(routing, x.device) and routing[0].shape[0] == x.shape[0]
+    return is_matrix(x) and is_routing(routing, x.device) and routing[0].shape[0] == x.shape[0]
 
 
 def check_dispatch_out(x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -275,10 +307,10 @@ def check_combine(y: Tensor, routing: Routing, weights: Tensor | None, bias: Ten
 
 
 def _combine_fits(y: Tensor, routing: Routing, weights: Tensor | None) -> bool:
-    if not (checks.is_matrix(y) and checks.is_routing(routing, y.device) and routing[1].shape[0] == y.shape[0]):
+    if not (is_matrix(y) and is_routing(routing, y.device) and routing[1].shape[0] == y.shape[0]):
         return False
     return weights is None or (
-        checks.is_matrix(weights)
+        is_matrix(weights)
         and weights.shape == routing[0].shape
         and weights.device == y.device
         and (weights.dtype != torch.float64 or y.dtype == torch.float64)
@@ -310,7 +342,7 @@ def check_grouped_linear(
 
 def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
     """Return whether the arguments, without an order, keep the contract."""
-    if not (checks.is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
+    if not (is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
         return False
     dtype, device = x.dtype, x.device
     experts, outputs, inputs = weight.shape
@@ -318,9 +350,9 @@ def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tenso
         weight.dtype == dtype
         and weight.device == device
         and x.shape[1] == inputs
-        and checks.is_index(offsets, 1, device)
+        and is_index(offsets, 1, device)
         and offsets.shape[0] == experts + 1
-        and (bias is None or checks.is_like(bias, (experts, outputs), dtype, device))
+        and (bias is None or is_like(bias, (experts, outputs), dtype, device))
     )
 
 
@@ -381,6 +413,8 @@ def check_order(places: list[int], rows: int, operator: str = "grouped_linear") 
 def check_kind(name: str, argument: str, kind: object) -> None:
     """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
     if not isinstance(kind, ClampedSwiglu):
+        if type(kind) is str and kind in KINDS:
+            return
         if not isinstance(kind, str):
             raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
         checks.choice(name, argument, kind, KINDS)
@@ -422,7 +456,7 @@ def check_expert_activation(
 
 def _expert_activation_fits(h: Tensor, kind: ActivationKind) -> bool:
     """Return whether the arguments keep the contract, for a kind with a name."""
-    return type(kind) is str and kind in KINDS and checks.is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
+    return type(kind) is str and kind in KINDS and is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
 
 
 def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> None:
@@ -611,7 +645,7 @@ def check_router_losses(name: str, logits: Tensor, load: Tensor, score: Score) -
 
 def _router_losses_fits(logits: Tensor, load: Tensor, score: Score) -> bool:
     return (
-        checks.is_matrix(logits)
+        is_matrix(logits)
         and isinstance(load, Tensor)
         and load.dtype in (torch.int32, torch.int64)
         and load.dim() == 1

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pymoe._common.command_line import CommandLine
-from pymoe._common.dtypes import FLOATING
 from pymoe._common.seconds import parse_seconds
+from pymoe._common.types import FLOATING
 from pymoe.bench.compare import change_table, compare
 from pymoe.bench.environment import environment, hint
 from pymoe.bench.floor import Rates, measure_rates

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe import ops, reference
-from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import FORMATS, PACKED_ONLY, RUNS, WeightFormat, is_gated, packed_shape
+from pymoe._common.types import FLOATING, FORMATS, PACKED_ONLY, RUNS, WeightFormat, is_gated, packed_shape
 from pymoe.bench.calls import BenchCase, Operator, Sample, Target
 from pymoe.reference import Routing
 

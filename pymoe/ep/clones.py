@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pymoe._common import checks
 from pymoe._common.types import Routing
-from pymoe.ep.agreement import ExchangedCounts
-from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
+from pymoe.ep.exchange import AllToAll, ExchangedCounts, RowCounts, RowPlan, WeightSends, start_combine, start_dispatch
 from pymoe.ep.placement import Shares, check_counts, contiguous, divide_rows, share_rows
 from pymoe.ep.sharding import ExpertSharding
 
@@ -114,20 +113,14 @@ class RowPlanWithClones(RowPlan):
             rank = sharding.rank
             own = self._rows[rank]
             self.counts.sent.append([sum(own[e][place] for e, place in clones) for clones in self._clones])
-            self.counts.received.append([sum(rows[e][place] for e, place in self._clones[rank]) for rows in self._rows])
+            self.rows_by_expert.append([[rows[e][place] for e, place in self._clones[rank]] for rows in self._rows])
+            self.counts.received.append(list(map(sum, self.rows_by_expert[-1])))
             self.weight_sends = self._weight_sends()
 
     def rows_of_ranks(self) -> list[int]:
         """Return the number of rows that each rank computes, of its experts and of clones."""
         of_clones = [sum(rows[e][place] for rows in self._rows for e, place in clones) for clones in self._clones]
         return [own + more for own, more in zip(super().rows_of_ranks(), of_clones, strict=True)]
-
-    def rows_by_expert(self, chunk: int) -> list[list[int]]:
-        """Return, for every source rank, the numbers of rows that this rank receives for its experts in ``chunk``."""
-        if chunk < self.sharding.chunks:
-            return super().rows_by_expert(chunk)
-        clones = self._clones[self.sharding.rank]
-        return [[rows[e][place] for e, place in clones] for rows in self._rows]
 
     def in_send_order(self, routing: Routing) -> Routing:
         """Return a routing in which rows for clones come after all others, sorted by destination rank.

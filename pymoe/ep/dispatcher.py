@@ -15,9 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from pymoe._common.types import Gate, Routing
-from pymoe.ep.agreement import HEADER, CountExchange, raise_for_difference
-from pymoe.ep.all_to_all import AllToAll, RowCounts, RowPlan, capacity, start_dispatch, wait_dispatch
 from pymoe.ep.clones import RowPlanWithClones
+from pymoe.ep.exchange import (
+    HEADER,
+    AllToAll,
+    CountExchange,
+    RowCounts,
+    RowPlan,
+    capacity,
+    raise_for_difference,
+    start_dispatch,
+    wait_dispatch,
+)
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.nn.local_tensors import LocalTensors
 from pymoe.ops.index_checks import experts_in_range
@@ -129,13 +138,15 @@ class TokenDispatcher:
 
     def dropped(self) -> Tensor:
         """Return, as a scalar int32, the number of this rank's choices that were not computed."""
-        return torch.full((), self.plan.dropped, dtype=torch.int32, device=self.gate.load.device)
+        own = self.sharding.rank
+        number = sum(self.plan.loads[own]) - sum(self.plan.kept[own])
+        return torch.full((), number, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
         """Return (E,) int64, the load of all ranks, and R times this rank's share of a loss over their tokens."""
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
-        load = torch.tensor(self.plan.group_load(), dtype=torch.int64).to(self.gate.load.device)
+        load = torch.tensor(self.plan.loads, dtype=torch.int64).sum(0).to(self.gate.load.device)
         return load, share
 
     @property
@@ -359,7 +370,7 @@ class PaddedDispatcher(IndexedDispatcher):
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
-        # This is float64, so that it rounds up the same numbers as pymoe.ep.all_to_all.capacity.
+        # This is float64, so that it rounds up the same numbers as pymoe.ep.exchange.capacity.
         slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
         limit = slots.ceil().clamp(min=1).int()
         before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)

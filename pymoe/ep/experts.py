@@ -6,28 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pymoe._common.types import QuantizedWeight, Routing
-from pymoe.ep.all_to_all import RowPlan, start_combine, wait_dispatch
 from pymoe.ep.clones import WeightBroadcast
 from pymoe.ep.dispatcher import IndexedDispatcher, IndexedRows, TokenDispatcher
-from pymoe.ep.sharding import (
-    PARAMETERS,
-    ExpertSharding,
-    in_expert_order,
-    in_placed_order,
-    local_data,
-    local_tensor,
-    position_layout,
-)
+from pymoe.ep.exchange import RowPlan, start_combine, wait_dispatch
+from pymoe.ep.sharding import PARAMETERS, ExpertSharding, shard_ranges
 from pymoe.nn.experts import Experts
 from pymoe.nn.low_rank import LowRank, add_adapters
 from pymoe.nn.options import Backend, operators, raw_operators
@@ -327,10 +322,8 @@ class ShardedExperts(ExpertShards, Experts):
         Returns:
             Handles of the results that are being sent back, one for each chunk.
         """
-        ops = raw_operators(self.backend)
-        return self.apply_to_chunks(
-            handles, dispatcher, lambda rows: ops.expert_activation(rows, self.activation), meanwhile
-        )
+        activate = partial(raw_operators(self.backend).expert_activation, kind=self.activation)
+        return self.apply_to_chunks(handles, dispatcher, activate, meanwhile)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -390,3 +383,142 @@ def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
     shape = sharding.num_experts, *part.shape[1:]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, sharding.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+# Positions of stacked tensors: parameters, their gradients and optimizer state alike are DTensors, cut along the
+# experts. FSDP cuts the experts of a rank again, among the ranks that have the same ones.
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, as part of the autograd graph."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_data(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, or of its gradient, outside of the graph, in the same memory."""
+    return local_tensor(parameter.detach())
+
+
+@dataclass(frozen=True)
+class PositionLayout:
+    """The positions of a stacked tensor that each rank of a group has."""
+
+    own: range
+    """Positions of this rank."""
+    group: dist.ProcessGroup | None
+    """All ranks that have positions; None if they are not known."""
+    ranges: list[range]
+    """Positions of each rank of the group."""
+
+
+def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayout:
+    """Return the layout of a parameter of a layer, or of a tensor that is stacked in the same way.
+
+    Args:
+        parameter: a tensor with as many positions as the layer has experts.
+        sharding: the layer's sharding.
+
+    Raises:
+        ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
+    """
+    # FSDP's placement on the ranks with the same experts is not a Shard, but also has a dimension.
+    if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
+        seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
+        raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
+    mesh = parameter.device_mesh
+    if mesh.ndim == 1:
+        return PositionLayout(sharding.ranges[sharding.rank], sharding.group, sharding.ranges)
+    replicas = mesh.size(0)
+    parts = [
+        [own[part.start : part.stop] for own in sharding.ranges for part in [shard_ranges(len(own), replicas)[replica]]]
+        for replica in range(replicas)
+    ]
+    own = parts[mesh.get_local_rank(0)][sharding.rank]
+    if sharding.data_parallel_mesh is None:
+        return PositionLayout(own, None, [])
+    group = sharding.data_parallel_mesh.get_group()
+    ranges = [own] * sharding.data_parallel_mesh.size()
+    for ranks, of_replica in zip(mesh.mesh.tolist(), parts, strict=True):
+        for rank, part in zip(ranks, of_replica, strict=True):
+            ranges[dist.get_group_rank(group, rank)] = part
+    return PositionLayout(own, group, ranges)
+
+
+class ExpertMove:
+    """Exchanges experts between positions of stacked tensors.
+
+    Every rank of the group makes such an object with the same orders, and calls it for the same tensors.
+
+    Args:
+        layout: the layout of the tensors.
+        before: (E,), the expert at each position.
+        after: (E,), the expert at each position after the move.
+
+    Raises:
+        ValueError: the ranks that have the positions are not known.
+    """
+
+    def __init__(self, layout: PositionLayout, before: Sequence[int], after: Sequence[int]) -> None:
+        if layout.group is None:
+            raise ValueError(
+                "MoE: experts that fully_shard has cut must have been given to pymoe.ep.data_parallel before they move"
+            )
+        self._group = layout.group
+        rank, ranks = dist.get_rank(layout.group), len(layout.ranges)
+        start = layout.own.start
+        was = {expert: position for position, expert in enumerate(before)}
+        owner = {position: number for number, positions in enumerate(layout.ranges) for position in positions}
+
+        def arrivals(positions: range) -> list[tuple[int, int, int]]:
+            """Return (source rank, new position, old position) for the positions of a rank, sorted."""
+            return sorted((owner[was[after[position]]], position, was[after[position]]) for position in positions)
+
+        own = arrivals(layout.own)
+        self._kept = [(position - start, old - start) for source, position, old in own if source == rank]
+        self._received_at = [position - start for source, position, _ in own if source != rank]
+        self._received = [sum(source == number != rank for source, _, _ in own) for number in range(ranks)]
+        sent = [
+            [old - start for source, _, old in arrivals(positions) if source == rank != number]
+            for number, positions in enumerate(layout.ranges)
+        ]
+        self._sent = [len(positions) for positions in sent]
+        self._sent_from = [position for positions in sent for position in positions]
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """Return this rank's part of a tensor after the move, in new memory.
+
+        Args:
+            local: (n, ...), this rank's part before the move.
+        """
+
+        def index(positions: Sequence[int]) -> Tensor:
+            return torch.tensor(positions, dtype=torch.int64, device=local.device)
+
+        result = torch.empty_like(local, memory_format=torch.contiguous_format)
+        received = local.new_empty(len(self._received_at), *local.shape[1:])
+        sent = local.index_select(0, index(self._sent_from))
+        dist.all_to_all_single(received, sent, self._received, self._sent, group=self._group)
+        result[index(self._received_at)] = received
+        result[index([new for new, _ in self._kept])] = local.index_select(0, index([old for _, old in self._kept]))
+        return result
+
+
+def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
+    """Return a parameter, or a tensor stacked alike, with expert e moved to position e; all ranks must call this."""
+    return _reordered(tensor, sharding, sharding.order, None)
+
+
+def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
+    """Return a tensor with expert e at position e in the order of the current placement; all ranks must call this."""
+    return _reordered(tensor, sharding, None, sharding.order)
+
+
+def _reordered(
+    tensor: DTensor, sharding: ExpertSharding, before: Sequence[int] | None, after: Sequence[int] | None
+) -> DTensor:
+    plain = range(sharding.num_experts)
+    moved: DTensor = torch.empty_like(tensor)  # type: ignore[assignment]
+    if not tensor.is_meta:
+        move = ExpertMove(position_layout(tensor, sharding), before or plain, after or plain)
+        local_data(moved).copy_(move(local_data(tensor)))
+    return moved

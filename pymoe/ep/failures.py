@@ -1,4 +1,7 @@
-"""Ends the waits for exchanges of a group with an error, on all ranks, after a rank has failed.
+"""What ranks of a group tell each other outside of the exchanges of a call: whether they agree, and which has failed.
+
+Before functions such as ``shard`` change a model, :func:`assert_same_on_all_ranks` compares descriptions of it. After a
+rank has failed, the waits for exchanges of its group end with an error, on all ranks:
 
 Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
@@ -16,6 +19,7 @@ An exchange without a failure or a long wait reads and writes no records.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +172,65 @@ def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, los
     return GroupError(
         f"{subject}: {what} did not arrive: {failure.what} ({describe_error(lost)})", layer, failure.ranks
     )
+
+
+# Comparison of descriptions, where a model is changed.
+
+Description = dict[str, dict[str, Any]]
+"""For every kind of object (such as ``"layer"``), a description of each object, by name."""
+
+
+def assert_same_on_all_ranks(
+    function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
+) -> None:
+    """Raise on all ranks of a group unless their descriptions are equal.
+
+    Args:
+        function: the public function that the ranks have called.
+        group: the ranks; all of them call this.
+        mine: this rank's description.
+        problem: the error for which this rank cannot continue; this rank raises it, the others raise
+            :class:`GroupError`.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    own = None if problem is None else describe_error(problem), mine, Process.own(), secrets.token_hex(8)
+    try:
+        dist.all_gather_object(gathered, own, group=group)
+    except RuntimeError as lost:
+        raise lost_rank(group, function, "", "descriptions of models", lost) from lost
+    _, _, processes, names = zip(*gathered, strict=True)
+    remember_members(group, processes, names[0])
+    if problem is not None:
+        raise problem
+    for rank, (error, theirs, *_) in enumerate(gathered):
+        if error is not None:
+            raise GroupError(f"{function}: rank {rank} of the group failed: {error}", "", (rank,))
+        for kind in mine:
+            _raise_unless_equal(function, kind, mine[kind], theirs[kind], rank)
+
+
+def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: dict[str, Any], rank: int) -> None:
+    for name in sorted(mine.keys() | theirs.keys()):
+        here, there = mine.get(name, "none"), theirs.get(name, "none")
+        if here != there:
+            raise GroupError(
+                f"{function}: all ranks of the group must have the same {kind} {name!r}, got "
+                f"{_difference(here, there)} on rank {rank}",
+                name if kind == "layer" else "",
+                (rank,),
+            )
+
+
+def _difference(here: Any, there: Any) -> str:
+    """Return the first difference: a property of a layer that both ranks have, or else the whole descriptions."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
+        return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
+    here, there = (one["options"] if isinstance(one, dict) else one for one in (here, there))
+    return f"{here} here and {there}"
+
+
+# Waits for exchanges.
 
 
 class Exchange:

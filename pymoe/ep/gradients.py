@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pymoe._common import checks
-from pymoe.ep.agreement import assert_same_on_all_ranks
-from pymoe.ep.call import update_sharding
-from pymoe.ep.experts import ExpertShards, mark_replaced
+from pymoe.ep.experts import ExpertShards, local_data, mark_replaced
+from pymoe.ep.failures import assert_same_on_all_ranks
+from pymoe.ep.layer import update_sharding
 from pymoe.ep.shard import checksum
-from pymoe.ep.sharding import local_data
 from pymoe.nn.quantized_dense import QuantizedDenseLinear
 
 

@@ -1,22 +1,247 @@
-"""ShardedMoE: a mixture-of-experts layer whose experts are spread over the ranks of a group."""
+"""Layers whose experts are spread over the ranks of a group, and their calls.
+
+The order of a call: choice of experts, by the layer; start of the count exchange; rows gathered into the send buffer;
+one read of the counts of all ranks; dispatch started; work that needs no rows; chunk by chunk: wait, compute, start the
+combine; the weighted sum. With ``transport="padded"`` the host reads nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from pymoe._common.dtypes import accumulate_dtype, cast_operands
-from pymoe._common.types import Gate, RouterLosses
-from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
-from pymoe.ep.dispatcher import TokenDispatcher
-from pymoe.ep.experts import ShardedExperts
-from pymoe.nn.apply_experts import check_choice
+from pymoe._common.types import Gate, RouterLosses, Routing, accumulate_dtype, cast_operands
+from pymoe.ep.dispatcher import DeduplicatingDispatcher, PaddedDispatcher, TokenDispatcher
+from pymoe.ep.exchange import CountExchange, call_signature, report_failure, wait_combine
+from pymoe.ep.experts import ExpertShards, ShardedExperts, local_tensor
+from pymoe.ep.failures import while_others_wait
+from pymoe.ep.sharding import ExpertSharding
+from pymoe.nn.experts import Experts, SharedExperts
+from pymoe.nn.local_tensors import LocalTensors
 from pymoe.nn.losses import AuxiliaryLosses
 from pymoe.nn.moe import MoE, with_shared
-from pymoe.nn.operands import as_rows
+from pymoe.nn.options import as_rows, check_choice, check_parameter, networks_fit, raw_operators
 from pymoe.nn.router import Router
+from pymoe.ops.function_calls import is_transformed
+
+RunExperts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] | None], tuple[Tensor, ...]]
+"""Takes the arguments of :meth:`pymoe.ep.ShardedExperts.forward` and returns its results."""
+
+
+class ShardedLayer(nn.Module):
+    """A layer whose experts :func:`pymoe.ep.shard` has spread over ranks: its state, which users may read.
+
+    Its calls are collective: every rank of the group calls the layer the same number of times, each with its own tokens
+    (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
+    gradients are wrong if ranks run the backward passes of several calls in different orders.
+
+    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read this unless rows
+    travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
+    :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
+    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So a process that
+    has raised should end.
+
+    It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
+    differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
+    """
+
+    experts: ExpertShards
+    sharding: ExpertSharding
+    """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
+    last_rows: list[int] | None = None
+    """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
+    first call, and with ``transport="padded"``."""
+    notes: LocalTensors
+    """Records of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
+    ``transport="padded"`` uses them."""
+    _loads: list[list[int]] | Tensor | None = None
+
+    @property
+    def last_loads(self) -> list[list[int]] | None:
+        """Return (R, E): the number of slots of each rank for each expert in the last call; None before.
+
+        With ``transport="padded"`` this waits for the device.
+        """
+        return self._loads.tolist() if isinstance(self._loads, Tensor) else self._loads
+
+    @property
+    def overflowed(self) -> Tensor | None:
+        """Return a scalar int64 on the device: the rows that did not fit in all calls so far; None with "exact".
+
+        ``overflowed.zero_()`` starts a new count. Calls that are recomputed count again.
+        """
+        return self.notes["overflowed"] if self.sharding.transport == "padded" else None
+
+    def extra_repr(self) -> str:
+        sharding = self.sharding
+        text = [super().extra_repr(), f"ranks={sharding.ranks}, own experts: {_shown(sharding.own_experts)}"]
+        if sharding.deduplicate:
+            text.append("deduplicate=True")
+        if sharding.transport != "exact":
+            text.append(f"transport={sharding.transport!r}, room={sharding.max_recv_rows}")
+        return ", ".join(filter(None, text))
+
+
+class ExpertCall:
+    """One call of a layer: a context manager in which the layer chooses experts, and then begins and finishes.
+
+    Errors in the context are reported to the other ranks: before :meth:`begin` by the count exchange, later to ranks
+    that wait for rows.
+
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._sharding: ExpertSharding = layer.sharding
+        self._waited_for: ExitStack | None = None
+        self._dispatcher: TokenDispatcher
+        self._rows_SH: Tensor | None = None
+
+    def __enter__(self) -> ExpertCall:
+        return self
+
+    def begin(
+        self,
+        rows_TH: Tensor,
+        gate: Gate,
+        capacity_factor: float | None,
+        options: tuple[Any, ...],
+        own_routing: Routing | None = None,
+    ) -> TokenDispatcher:
+        """Tell the other ranks how many rows will travel, compare the calls of all ranks, and pack the rows.
+
+        Args:
+            rows_TH: (T, H), the tokens as they will travel.
+            gate: their choice of experts.
+            capacity_factor: the layer's capacity factor, or None.
+            options: all other options on which rows and gradients depend, as alternating names and values.
+            own_routing: the routing of the choices to all experts, if the layer has made it.
+
+        Returns:
+            The dispatcher of the rows, with the counts of all ranks.
+        """
+        layer, sharding = self._layer, self._sharding
+        experts, top_k = layer.experts.stacked(), gate.experts.shape[1]
+        signature = call_signature(sharding, rows_TH, gate.weights, experts, top_k, capacity_factor, options)
+        ops = raw_operators(layer.backend)
+        if sharding.transport == "padded":
+            self._dispatcher = PaddedDispatcher(sharding, gate, capacity_factor, ops, layer.notes, own_routing)
+        else:
+            kind = DeduplicatingDispatcher if sharding.deduplicate else TokenDispatcher
+            self._dispatcher = kind(sharding, gate, capacity_factor, ops, own_routing)
+        own_counts = self._dispatcher.own_counts
+        self._waited_for = ExitStack()
+        exchange = CountExchange(sharding, signature, own_counts, rows_TH.shape[0])
+        self._waited_for.enter_context(while_others_wait(sharding))
+        self._rows_SH = self._dispatcher.pack(rows_TH, exchange)
+        return self._dispatcher
+
+    def finish(self, experts: RunExperts, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send the rows through the experts; return (T, H), the weighted sum of the outputs of each token.
+
+        Args:
+            experts: this rank's experts.
+            weights_TK: (T, K), the factors of the choices.
+            meanwhile: work that is done while the first rows travel.
+        """
+        dispatcher = self._dispatcher
+        assert self._rows_SH is not None
+        handles = dispatcher.start(self._rows_SH, weights_TK)
+        self._rows_SH = None  # the exchange keeps it alive as long as it is needed
+        # Weights of clones are sent when the experts are called, after FSDP has gathered them; without clones, other
+        # work need not wait for that.
+        if meanwhile is not None and not self._sharding.clones:
+            meanwhile()
+            meanwhile = None
+        y_SH = wait_combine(dispatcher.combine, *experts(handles, dispatcher, meanwhile))
+        y_TH = dispatcher.unpack(y_SH, weights_TK)
+        self._layer._loads, self._layer.last_rows = dispatcher.loads, dispatcher.rows_of_ranks()
+        return y_TH
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if self._waited_for is not None:
+            return self._waited_for.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            report_failure(self._sharding, error)
+        return None
+
+
+def update_sharding(model: nn.Module, experts: set[ExpertShards], **changes: Any) -> None:
+    """Change fields of the sharding of experts, and of the layers of a model that have them."""
+    changed: dict[Any, None] = dict.fromkeys(experts)
+    changed |= dict.fromkeys(
+        layer for layer in model.modules() if isinstance(layer, ShardedLayer) and layer.experts in experts
+    )
+    for one in changed:
+        one.sharding = replace(one.sharding, **changes)
+
+
+def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_TH: Tensor) -> None:
+    """Before counts are sent, check shapes, devices and dtypes of parameters, without reading their values.
+
+    After that, other ranks send their rows and wait for answers: an operator that refused parameters then would leave
+    them waiting, and a rank without experts would not notice a mistake that all ranks have made.
+
+    Args:
+        sharding: the layer's sharding.
+        experts: the experts of this rank.
+        shared: experts that every rank has, or None.
+        rows_TH: (T, H), the tokens as they will travel.
+
+    Raises:
+        ValueError: a parameter does not have the layer's shape on this rank, or is on another device; or experts that
+            several layers share were moved for only one of the layers.
+        TypeError: a parameter has another dtype than the rows, and autocast does not cast it.
+    """
+    if sharding.order is not experts.sharding.order and sharding.order != experts.sharding.order:
+        raise ValueError(
+            f"MoE {sharding.title}: layers that share experts must have one placement, got experts that have moved "
+            f"with another layer; call redistribute for a model that holds both"
+        )
+    with torch.no_grad():
+        _check_module("experts", experts, rows_TH, (len(sharding.own_experts),))
+        if shared is not None:
+            _check_module("shared", shared, rows_TH, ())
+
+
+def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
+    if isinstance(module, FSDPModule):
+        # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
+        return
+    own = {name: None if one is None else local_tensor(one) for name, one in module._parameters.items()}
+    if isinstance(module, Experts | SharedExperts) and not module.gate and networks_fit(module, own, stack, rows_TH):
+        return
+    for name, size in module.sizes().items():
+        parameter = getattr(module, name)
+        if parameter is not None:
+            check_parameter(f"{kind}.{name}", local_tensor(parameter), (*stack, *size), rows_TH, " on this rank")
+
+
+def check_mode() -> None:
+    """Raise inside transforms of :mod:`torch.func` and in forward mode, in which rows cannot travel."""
+    if is_transformed():
+        raise RuntimeError("MoE: experts on several ranks have no derivatives inside torch.func or in forward mode")
+
+
+def _shown(experts: Any) -> str:
+    """Return ascending numbers as text: "0 to 3", or "0, 5 and 6"."""
+    if not experts:
+        return "none"
+    if len(experts) == 1 or experts[-1] - experts[0] == len(experts) - 1:
+        return f"{experts[0]} to {experts[-1]}"
+    return f"{', '.join(map(str, experts[:-1]))} and {experts[-1]}"
 
 
 class ShardedMoE(ShardedLayer, MoE):
@@ -85,11 +310,8 @@ class ShardedMoE(ShardedLayer, MoE):
         of_router: tuple[Any, ...] = "router", type(router).__name__  # routers of other classes have their own options
         of_losses: tuple[Any, ...] = "losses", type(losses).__name__
         if isinstance(router, Router):
-            of_router = (
-                *("score", router.score, "renormalize", router.renormalize, "scale", float(router.scale)),
-                *("num_groups", router.num_groups, "topk_groups", router.topk_groups),
-                *("bias_update_rate", float(router.bias_update_rate)),
-            )
+            rates = {"scale": float(router.scale), "bias_update_rate": float(router.bias_update_rate)}
+            of_router = tuple(chain.from_iterable((router.choice_options() | rates).items()))
         if isinstance(losses, AuxiliaryLosses):
             of_losses = "aux_loss_coef", float(losses.aux_loss_coef), "z_loss_coef", float(losses.z_loss_coef)
         return *of_router, "activation", self.experts.activation, *of_losses

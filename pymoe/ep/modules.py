@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from pymoe import ops
 from pymoe._common import checks
-from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled, cast_operands
-from pymoe._common.types import Gate
-from pymoe.ep.call import ExpertCall, ShardedLayer, check_mode, check_parameters
+from pymoe._common.types import FLOATING, Gate, accumulate_dtype, autocast_enabled, cast_operands
 from pymoe.ep.experts import ExpertShards
+from pymoe.ep.layer import ExpertCall, ShardedLayer, check_mode, check_parameters
 from pymoe.ep.sharding import ExpertSharding
-from pymoe.nn.apply_experts import activate, check_choice
+from pymoe.nn.apply_experts import activate
+from pymoe.nn.options import check_choice
 from pymoe.nn.plain_calls import are_called_plainly, attached_to
 from pymoe.nn.quantized_experts import QuantizedLinear
 from pymoe.nn.stacked_experts import StackedExperts, handlers

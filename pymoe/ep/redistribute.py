@@ -19,22 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pymoe.ep.agreement import Description, assert_same_on_all_ranks
-from pymoe.ep.call import ShardedLayer, update_sharding
-from pymoe.ep.experts import ExpertShards, all_sharded_experts
-from pymoe.ep.failures import lost_rank
-from pymoe.ep.placement import Placement
-from pymoe.ep.sharding import (
+from pymoe.ep.experts import (
     ExpertMove,
-    ExpertSharding,
+    ExpertShards,
+    all_sharded_experts,
     in_expert_order,
     in_placed_order,
     local_tensor,
     position_layout,
 )
+from pymoe.ep.failures import Description, assert_same_on_all_ranks, lost_rank
+from pymoe.ep.layer import ShardedLayer, update_sharding
+from pymoe.ep.placement import Placement
+from pymoe.ep.sharding import ExpertSharding
 
 
 def redistribute(
@@ -138,7 +140,7 @@ def redistribute(
     for layer in layers.values():
         for optimizer in optimizers:
             _follow(optimizer, layer.experts)
-    watch_optimizers()
+    watch_torch()
     return model
 
 
@@ -275,10 +277,27 @@ followed."""
 _hooks: list[Any] = []
 
 
-def watch_optimizers() -> None:
-    """Register :func:`_before_step`, which raises before a step of an optimizer with outdated state or parameters."""
+def watch_torch() -> None:
+    """Refuse what torch does with sharded models and cannot do right, from now on: steps of optimizers with outdated
+    state or parameters, steps with unlike tensors in one function, and the averages of DDP.
+    """
     if not _hooks:
+        _hooks.append(register_module_module_registration_hook(_before_wrapping))
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raise if ``outer`` is a DistributedDataParallel that would average experts of which ranks have different ones."""
+    if inner is None or not isinstance(outer, DistributedDataParallel):
+        return
+    layers = [layer for layer in inner.modules() if isinstance(layer, ShardedLayer)]
+    experts = {id(one) for layer in layers for one in layer.experts.parameters() if isinstance(one, DTensor)}
+    for path, parameter in inner.named_parameters():
+        if id(parameter) in experts and parameter.requires_grad and path not in outer.parameters_to_ignore:
+            raise TypeError(
+                f"DistributedDataParallel: the model must have no experts that pymoe.ep.shard has spread, got "
+                f"{path!r}: call pymoe.ep.data_parallel(model, mesh) in its place"
+            )
 
 
 def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: ExpertSharding) -> dict[str, DTensor]:
@@ -330,6 +349,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if _is_stale(optimizer, experts):
                 raise RuntimeError(_left_out(optimizer, experts))
             _follow(optimizer, experts)
+    _check_groups(optimizer)
+
+
+def _check_groups(optimizer: Optimizer) -> None:
+    """Raise if an optimizer would hand experts and whole parameters to one function of torch together."""
+    for group in optimizer.param_groups:
+        way = next((way for way in ("foreach", "fused") if group.get(way)), None)
+        if way is None:
+            continue
+        kinds = {(one.device, one.dtype, isinstance(one, DTensor)) for one in group["params"] if one.grad is not None}
+        if len(kinds) > len({kind[:2] for kind in kinds}):  # torch calls one function for a device and dtype
+            raise ValueError(
+                f"{type(optimizer).__name__}: {way} must be False for DTensors, such as experts that are spread over "
+                f"ranks, together with other parameters of their dtype, got {way}={group[way]}"
+            )
 
 
 def _is_stale(optimizer: Optimizer, experts: ExpertShards) -> bool:

@@ -27,9 +27,10 @@ from pymoe._errors import describe_error
 from pymoe.mixture.members import Member, MemberPass
 from pymoe.mixture.options import Rules
 from pymoe.mixture.routing import Group
-from pymoe.runtime.future import Future, deadline_after, seconds_left, tell
+from pymoe.runtime.future import Future, tell
 from pymoe.runtime.gradients import all_finite
 from pymoe.runtime.room import Place
+from pymoe.runtime.timers import deadline_after, seconds_left
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
 SAME_DEADLINE_S = 0.05  # if a pool's timeout ends a request this shortly before the deadline, it counts as given up

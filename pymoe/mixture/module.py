@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pymoe._common.dtypes import FLOATING
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import Gate, RouterLosses
+from pymoe._common.types import FLOATING, Gate, RouterLosses
 from pymoe.autograd.compiler_disable import compiler_disable
 from pymoe.autograd.graph_nodes import ANCHOR
 from pymoe.mixture.autograd_node import ForwardRecord, UsedAnswer, use_answers

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from pymoe._common import checks
-from pymoe._common.dtypes import FLOATING
 from pymoe._common.seconds import check_seconds
+from pymoe._common.types import FLOATING
 from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nested_pack
 from pymoe.runtime.protocols import check_is_backend

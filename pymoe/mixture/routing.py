@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pymoe._common.dtypes import FLOATING
-from pymoe._common.types import Gate, Routing
+from pymoe._common.types import FLOATING, Gate, Routing
 from pymoe.mixture.members import Member
 from pymoe.ops import build_routing, combine, dispatch, gate_topk
 

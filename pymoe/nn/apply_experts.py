@@ -15,9 +15,27 @@ from torch.compiler import is_compiling
 
 from pymoe import ops
 from pymoe._common import checks
-from pymoe._common.contracts import QUANTIZED_FLOATING, ROW_LIMIT, check_grouped_linear, check_kind, check_quantized
-from pymoe._common.dtypes import FLOATING, accumulate_dtype, cast_operands
-from pymoe._common.types import GATED, KINDS, ActivationKind, QuantizedWeight, Routing, is_gated, number_of
+from pymoe._common.contracts import (
+    QUANTIZED_FLOATING,
+    ROW_LIMIT,
+    check_grouped_linear,
+    check_kind,
+    check_quantized,
+    is_like,
+)
+from pymoe._common.types import (
+    FLOATING,
+    GATED,
+    KINDS,
+    ActivationKind,
+    QuantizedWeight,
+    Routing,
+    accumulate_dtype,
+    cast_operands,
+    is_gated,
+    number_of,
+)
+from pymoe.nn.options import check_choice
 from pymoe.nn.recorded import apply_experts_recorded, is_one_node
 from pymoe.ops import index_checks, package_products, raw
 from pymoe.ops.expert_activation import kernel_options
@@ -226,8 +244,8 @@ def _fits(
         and number == w_out.shape[0] > 0
         and activation in KINDS
         and inner == factor * w_out.shape[2]
-        and (b_in is None or checks.is_like(b_in, (number, inner), dtype, device))
-        and (b_out is None or checks.is_like(b_out, (number, w_out.shape[1]), dtype, device))
+        and (b_in is None or is_like(b_in, (number, inner), dtype, device))
+        and (b_out is None or is_like(b_out, (number, w_out.shape[1]), dtype, device))
         and capacity is None
         and type(foreign_experts) is bool
     )
@@ -264,43 +282,6 @@ def _check(
 
 
 NAME = "apply_experts"
-
-
-def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Raise unless tokens, their chosen experts and the weights of the choices fit each other."""
-    if _choice_fits(x, experts, weights):
-        return
-    checks.floating(NAME, "x", x)
-    checks.rank(NAME, "x", x, "(T, H)")
-    checks.dtype(NAME, "experts", experts, torch.int32, torch.int64)
-    checks.rank(NAME, "experts", experts, "(T, K)")
-    checks.size(NAME, "experts", experts, 0, x.shape[0], "T of x")
-    checks.same_device(NAME, "experts", experts, "x", x)
-    checks.floating(NAME, "weights", weights)
-    if weights.dtype == torch.float64 != x.dtype:
-        raise TypeError(f"{NAME}: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32")
-    if weights.shape != experts.shape:
-        raise ValueError(
-            f"{NAME}: weights must have the shape of experts ({tuple(experts.shape)}), got {tuple(weights.shape)}"
-        )
-    checks.same_device(NAME, "weights", weights, "x", x)
-
-
-def _choice_fits(x: Any, experts: Any, weights: Any) -> bool:
-    """Return true only if :func:`check_choice` raises no error, in one expression; see :mod:`pymoe._common.checks`."""
-    return (
-        isinstance(x, Tensor)
-        and isinstance(experts, Tensor)
-        and isinstance(weights, Tensor)
-        and x.dtype in FLOATING
-        and x.dim() == 2
-        and experts.dtype in (torch.int32, torch.int64)
-        and experts.dim() == 2
-        and experts.shape[0] == x.shape[0]
-        and weights.shape == experts.shape
-        and weights.dtype in (torch.float32, x.dtype)
-        and x.device == experts.device == weights.device
-    )
 
 
 def choice_for_kernels(

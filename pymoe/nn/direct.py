@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from pymoe._common import checks
-from pymoe._common.contracts import check_gate_topk, check_kind
-from pymoe._common.dtypes import FLOATING, accumulate_dtype, autocast_enabled
-from pymoe._common.types import FORMATS, KINDS
+from pymoe._common.contracts import check_gate_topk, check_kind, is_like
+from pymoe._common.types import FLOATING, FORMATS, KINDS, accumulate_dtype, autocast_enabled
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.operands import as_rows, networks_fit
+from pymoe.nn.options import as_rows, networks_fit
 from pymoe.nn.plain_calls import PLAIN_TENSORS, are_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, is_one_node
@@ -116,17 +114,17 @@ def _fit(layer: Any, router: Any, x: Tensor, weight: Any, of_logits: Any, bias: 
         and weight.dtype == dtype
         and weight.device == device
         and (of_logits is None or type(of_logits) in PLAIN_TENSORS)
-        and (of_logits is None or checks.is_like(of_logits, (experts,), dtype, device))
+        and (of_logits is None or is_like(of_logits, (experts,), dtype, device))
         and (x.is_cpu or (x.is_cuda and not index_checks.are_on()))
         and not autocast_enabled(device.type)
         and (bias is None or bias.is_contiguous())
-        and (bias is None or checks.is_like(bias, (experts,), accumulate_dtype(dtype), device))
+        and (bias is None or is_like(bias, (experts,), accumulate_dtype(dtype), device))
     )
 
 
 def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
     """Return the parameters of the experts as the native calls take them, or None if they do not fit."""
-    if not networks_fit(experts, (layer.num_experts,), x):
+    if not networks_fit(experts, experts._parameters, (layer.num_experts,), x):
         return None
     own = experts._parameters
     w_in, w_out = own["w_in"], own["w_out"]

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from pymoe._common.names import explain_arguments
 from pymoe._common.types import ActivationKind, is_gated
 from pymoe.nn import options
-from pymoe.nn.operands import check_networks, check_parameter, linear
-from pymoe.nn.options import OTHER_NAMES, Backend, check_dtype, check_flag, check_size, operators
+from pymoe.nn.options import (
+    OTHER_NAMES,
+    Backend,
+    check_dtype,
+    check_flag,
+    check_networks,
+    check_parameter,
+    check_size,
+    linear,
+    operators,
+)
 
 
 class _FeedForward(nn.Module):

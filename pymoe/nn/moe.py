@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pymoe._common import checks
 from pymoe._common.contracts import check_kind
-from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import ActivationKind, RouterLosses, Routing, Score
+from pymoe._common.types import FLOATING, ActivationKind, RouterLosses, Routing, Score, autocast_enabled, cast_operands
 from pymoe._torch_private import FakeTensor
 from pymoe._transforms import in_torch_func, is_exporting
 from pymoe.nn.apply_experts import (
@@ -25,7 +24,6 @@ from pymoe.nn.apply_experts import (
     apply_networks,
     apply_quantized_experts,
     bias_of_product,
-    check_choice,
     grouped_networks,
     is_one_call,
 )
@@ -33,8 +31,18 @@ from pymoe.nn.direct import forward_directly
 from pymoe.nn.experts import Experts, SharedExperts
 from pymoe.nn.local_tensors import LastCall
 from pymoe.nn.losses import AuxiliaryLosses
-from pymoe.nn.operands import as_rows, check_networks
-from pymoe.nn.options import MIN_STEPS_TO_WARN, OTHER_NAMES, Backend, check_flag, check_number, operators, warn_once
+from pymoe.nn.options import (
+    MIN_STEPS_TO_WARN,
+    OTHER_NAMES,
+    Backend,
+    as_rows,
+    check_choice,
+    check_flag,
+    check_networks,
+    check_number,
+    operators,
+    warn_once,
+)
 from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.nn.quantized_experts import QuantizedExperts, QuantizedLinear
 from pymoe.nn.router import Router, update_expert_biases
@@ -515,7 +523,7 @@ class MoE(nn.Module):
             )
 
     def _fits(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe._common.checks`."""
+        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe._common.contracts`."""
         return (
             weight is not None
             and x.dtype == weight.dtype

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import QUANTIZED_FLOATING, check_format, check_quantized
-from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat
+from pymoe._common.types import FORMATS, QuantizedWeight, WeightFormat, autocast_enabled
 from pymoe.nn.options import Backend, check_flag, check_model, operators
 from pymoe.nn.plain_calls import PLAIN_TENSORS, attached_to, is_of_its_source
 from pymoe.nn.quantized_experts import Quantized, QuantizedLinear, format_repr, places_of

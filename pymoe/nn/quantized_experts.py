@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pymoe._common.contracts import check_format, check_quantized, check_rounded
-from pymoe._common.dtypes import cast_operands
 from pymoe._common.names import explain_arguments
 from pymoe._common.types import (
     FORMATS,
@@ -18,6 +17,7 @@ from pymoe._common.types import (
     Prefetch,
     QuantizedWeight,
     WeightFormat,
+    cast_operands,
     is_gated,
     number_of,
     packed_shape,

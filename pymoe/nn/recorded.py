@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from pymoe import _torch_canaries as canaries
 from pymoe import _torch_private as private
-from pymoe._common.dtypes import accumulate_dtype
+from pymoe._common.types import accumulate_dtype
 from pymoe.nn.losses import Injected
 from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
 from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, KernelOptions, activation_backward

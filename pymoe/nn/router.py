@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pymoe._common import checks
-from pymoe._common.dtypes import autocast_enabled
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import Gate, Routing, Score
+from pymoe._common.types import Gate, Routing, Score, autocast_enabled
 from pymoe._transforms import in_torch_func
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.local_tensors import LocalTensors, count_on_backward
-from pymoe.nn.operands import check_place, linear
 from pymoe.nn.options import (
     MIN_STEPS_TO_WARN,
     OTHER_NAMES,
@@ -26,7 +24,9 @@ from pymoe.nn.options import (
     check_flag,
     check_model,
     check_number,
+    check_place,
     check_size,
+    linear,
     operators,
     warn_once,
 )
@@ -208,14 +208,7 @@ class Router(nn.Module):
         self._check(x_TH)
         logits_TE = self.logits(x_TH)
         gate: Gate = operators(self.backend).gate_topk(
-            logits_TE,
-            self.top_k,
-            score=self.score,
-            renormalize=self.renormalize,
-            bias=self.expert_bias,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
-            scale=self.scale,
+            logits_TE, self.top_k, bias=self.expert_bias, **self.choice_options()
         )
         if self.replaced is not None:
             gate = self.replaced(gate, logits_TE)
@@ -239,6 +232,11 @@ class Router(nn.Module):
         options = self.gate_options()
         gate, logits_TE, x_TH, routing = route(x_TH, self.weight, self.expert_bias, options, capacity, alone)
         return self._counted(gate), logits_TE, x_TH, routing
+
+    def choice_options(self) -> dict[str, Any]:
+        """Return the options of the choice, besides K and the bias, by the names of :func:`pymoe.ops.gate_topk`."""
+        of_weights = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
+        return of_weights | {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
 
     def gate_options(self) -> Options:
         """Return the options of the choice as the native gate takes them."""

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.dtypes import autocast_enabled
-from pymoe._common.types import Gate, Routing
+from pymoe._common.types import Gate, Routing, autocast_enabled
 from pymoe._transforms import in_torch_func
 from pymoe.ops.function_calls import call, is_recorded
 from pymoe.ops.gate_topk import GATE_ROUTING, Options, backward_options, gate_backward

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_combine
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import Routing
+from pymoe._common.types import Routing, accumulate_dtype
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.ops.grouped_linear import BiasGrad

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_gate_topk
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import Gate, Score
+from pymoe._common.types import Gate, Score, accumulate_dtype
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.gate_topk import gate_topk as reference

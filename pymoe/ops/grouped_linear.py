@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_grouped_linear
-from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import cast_operands
 from pymoe._native import load_operators
 from pymoe.ops import index_checks, package_products
 from pymoe.ops.function_calls import call

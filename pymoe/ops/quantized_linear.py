@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_quantized_linear, refuse_second_gradient, refuse_tangents
-from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import QuantizedWeight, number_of
+from pymoe._common.types import QuantizedWeight, cast_operands, number_of
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.ops.grouped_linear import BiasGrad

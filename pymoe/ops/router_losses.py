@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_logits, check_router_losses
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import RouterLosses, Score
+from pymoe._common.types import RouterLosses, Score, accumulate_dtype
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.router_losses import load_balancing_loss as reference_load_balancing_loss

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pymoe._common import checks
 from pymoe._common.contracts import check_combine, check_offsets
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import Routing
+from pymoe._common.types import Routing, accumulate_dtype
 from pymoe.reference.expert_activation import bias_rows
 from pymoe.reference.fixed_steps import spread
 

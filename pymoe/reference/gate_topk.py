@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_gate_topk
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import Gate, Score
+from pymoe._common.types import Gate, Score, accumulate_dtype
 from pymoe.reference.fixed_steps import divided_rows, sigmoid, softmax
 from pymoe.reference.scores import SUM_FLOOR, order_key, scores_in_fixed_steps, sum_in_lanes
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_grouped_linear, check_offsets, check_order
-from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import cast_operands
 
 
 def grouped_linear(

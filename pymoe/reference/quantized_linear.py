@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe._common.contracts import check_offsets, check_quantized_linear, refuse_second_gradient
-from pymoe._common.dtypes import cast_operands
-from pymoe._common.types import BLOCK, GROUP, PACKED_ONLY, RUNS, QuantizedWeight, number_of, up
+from pymoe._common.types import BLOCK, GROUP, PACKED_ONLY, RUNS, QuantizedWeight, cast_operands, number_of, up
 from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.quantized_weight import dequantize_weight, fused_multiply_add, unpack, wide_weights
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pymoe._common.contracts import check_logits, check_router_losses
-from pymoe._common.dtypes import accumulate_dtype
-from pymoe._common.types import RouterLosses, Score
+from pymoe._common.types import RouterLosses, Score, accumulate_dtype
 from pymoe.reference.fixed_steps import divided_rows, logsumexp, sigmoid, softmax, sum_in_tree
 from pymoe.reference.scores import SUM_FLOOR, sum_in_lanes
 

@@ -469,9 +469,9 @@ class Service(grpc.GenericRpcHandler):
         size = self.budget.take(wire.unpacked_size(request.tensors))
         try:
             if size < LONG_MESSAGE:
-                tensors = wire.unpack(request.tensors, tail)
+                tensors = wire.unpack(request.tensors, tail, size)
             else:
-                tensors = await _aside(wire.unpack, request.tensors, tail)
+                tensors = await _aside(wire.unpack, request.tensors, tail, size)
             if request.backward:
                 outputs, repeated = await entry.backward(request, tensors, max(seconds, 0.0))
                 self.counts["repeated" if repeated else "backward"] += 1

@@ -290,13 +290,19 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
     return size
 
 
-def unpack(packed: Sequence[Packed], tail: Tail | None = None) -> list[Tensor]:
-    """Return the tensors of a message in memory of their own; ``tail`` holds the bytes that followed it.
+def unpack(packed: Sequence[Packed], tail: Tail | None = None, size: int | None = None) -> list[Tensor]:
+    """Return the tensors of a message in memory of their own.
+
+    Args:
+        packed: the tensors.
+        tail: the bytes that followed the message.
+        size: the result of :func:`unpacked_size`, which checks the tensors, if it is known already.
 
     Raises:
         WireError: the bytes do not match the tensors' descriptions, or see :func:`unpacked_size`.
     """
-    unpacked_size(packed)
+    if size is None:
+        unpacked_size(packed)
     tensors = []
     for place, one in enumerate(packed):
         data = one.data if tail is None else tail.data[place]

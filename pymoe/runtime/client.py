@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from pymoe.autograd.graph_nodes import ANCHOR, once_only, version_of
 from pymoe.runtime.awaiting import outcome
-from pymoe.runtime.future import Future, deadline_after, seconds_left, wait
+from pymoe.runtime.future import Future, wait
 from pymoe.runtime.protocols import Backend, RequestPool, check_is_backend
 from pymoe.runtime.schema import RequestSchema
+from pymoe.runtime.timers import deadline_after, seconds_left
 
 UNSERVED_WARNING_DELAY_S = 2.0
 """Seconds after which a client without a timeout warns that no runtime serves its pool."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
@@ -20,18 +19,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pymoe._runtime import RequestFuture as Future
+from pymoe.runtime.timers import deadline_after, seconds_left
 
 __all__ = ["Future", "as_completed", "wait"]
-
-
-def deadline_after(timeout: float | None) -> float | None:
-    """Return the time ``timeout`` seconds from now, on the monotonic clock; None: never."""
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def seconds_left(deadline: float | None) -> float | None:
-    """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from pymoe.runtime.awaiting import outcome
-from pymoe.runtime.future import deadline_after, seconds_left
+from pymoe.runtime.timers import deadline_after, seconds_left
 
 
 class Place(concurrent.futures.Future):

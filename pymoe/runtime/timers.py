@@ -28,6 +28,16 @@ _watching: set[threading.Thread] = set()  # threads that wait for a timer, or we
 _wakes = NEVER  # latest time at which a waiting thread wakes up
 
 
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the time ``timeout`` seconds from now, on the monotonic clock; None: never."""
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def seconds_left(deadline: float | None) -> float | None:
+    """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 class TimerHandle:
     """Calls a function once when its time has come, on a thread of timers. Thread-safe.
 

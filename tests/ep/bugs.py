@@ -9,7 +9,7 @@ from rank_setup import mesh_of, same_bits
 from torch import nn
 
 from pymoe import ep
-from pymoe.ep.all_to_all import AllToAll
+from pymoe.ep.exchange import AllToAll
 from pymoe.ep.placement import contiguous
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pymoe import ep
-from pymoe.ep.all_to_all import AllToAll
+from pymoe.ep.exchange import AllToAll
 from pymoe.nn import MoE
 
 TOKENS = [13, 5, 0, 9]
@@ -183,10 +183,10 @@ def partly_frozen(rank, world, frozen, **way):
 
 
 def functions(rank, world):
-    """Return the names of the Python functions of pymoe that a forward with gradients and both passes run."""
+    """Return the Python functions of pymoe that a forward with gradients and both passes run, as (module, name)."""
     layer, x, directions = prepared(rank, case(options={"num_shared_experts": 0, "bias": False}))
     found = functions_of(lambda: layer(x)), functions_of(lambda: (layer(x) * directions).sum().backward())
-    return [[name for module, name in names if module.startswith("pymoe.")] for names in found]
+    return [[(module, name) for module, name in names if module.startswith("pymoe.")] for names in found]
 
 
 def order_of_events(rank, world):

@@ -7,8 +7,8 @@ from ep_cases import Case, alone, in_order
 from rank_setup import exchanges, mesh_of, same_bits
 
 from pymoe import ep
-from pymoe.ep.all_to_all import AllToAll
 from pymoe.ep.clones import plan_clones
+from pymoe.ep.exchange import AllToAll
 from pymoe.nn import MoE, apply_experts
 from pymoe.ops import build_routing
 

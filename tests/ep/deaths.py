@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pymoe import _ranks, ep
 from pymoe.ep import dispatcher, failures
+from pymoe.ep.experts import ExpertMove
 from pymoe.ep.placement import Placement
-from pymoe.ep.sharding import ExpertMove
 from pymoe.nn import MoE
 
 RANKS, VICTIM = 4, 1

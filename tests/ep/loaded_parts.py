@@ -88,13 +88,12 @@ def outputs(model, tokens):
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
 
 
-def read_packed(rank, world, folder, over, config, gguf=None):
+def read_packed(rank, world, folder, over, config):
     """Return what differs from quantised experts that one process has read, and the number of this rank's experts."""
     group = groups()[over]
     if rank >= over:
         return None
     options = {} if config is None else {"quantization_config": PymoeConfig(**config)}
-    options |= {} if gguf is None else {"gguf_file": gguf}
     cls = transformers.AutoModelForCausalLM
     with in_float32():
         whole = cls.from_pretrained(folder, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pymoe._ranks import GroupStore
-from pymoe.ep import agreement
+from pymoe.ep import exchange
 
 
 @pytest.mark.slow
@@ -65,12 +65,12 @@ def test_a_router_in_a_wrapper_needs_no_options(ranks):
 
 def test_options_that_change_in_every_call_are_not_kept():
     """A coefficient with a schedule left behind a text in every step."""
-    for step in range(3 * agreement.MAX_OPTIONS):
-        agreement._options_number(("z_loss_coef", step / 7))
-    assert len(agreement._options) <= agreement.MAX_OPTIONS
-    number = agreement._options_number(("z_loss_coef", 0.5))
-    assert agreement._options[number] == "z_loss_coef=0.5"
-    assert number == agreement._options_number(("z_loss_coef", 0.5))
+    for step in range(3 * exchange.MAX_OPTIONS):
+        exchange._options_number(("z_loss_coef", step / 7))
+    assert len(exchange._options) <= exchange.MAX_OPTIONS
+    number = exchange._options_number(("z_loss_coef", 0.5))
+    assert exchange._options[number] == "z_loss_coef=0.5"
+    assert number == exchange._options_number(("z_loss_coef", 0.5))
 
 
 @pytest.mark.parametrize("way", [{}, calls.PADDED], ids=["plain", "padded"])

@@ -61,11 +61,15 @@ def test_a_call_runs_few_functions_of_python(ranks):
     for forward, both in ranks.run(calls.functions):
         assert len(forward) <= 180, f"{len(forward)} functions: {forward}"
         assert len(both) <= 250, f"{len(both)} functions: {both}"
+        for passes in (forward, both):
+            files = sorted({module for module, _ in passes})
+            assert len(files) <= 20, files
         # Options of the gate and scores of the losses are attributes, which anybody may have set since the last call.
-        checks = [name for name in forward if name.startswith("check_") or name.endswith("_in_range")]
+        checks = [
+            name for _, name in forward if name.startswith("check_") or name.endswith(("_in_range", "networks_fit"))
+        ]
         of_parts = ["check_mode", "check_place", "check_gate_topk", "check_choice", "check_kind", "check_parameters"]
-        of_parts += ["check_parameter"] * 2
-        assert checks == [*of_parts, "check_router_losses"]
+        assert checks == [*of_parts, "networks_fit", "check_router_losses"]
 
 
 def test_chunks_travel_while_others_compute(ranks):

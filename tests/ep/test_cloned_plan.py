@@ -6,8 +6,8 @@ from expert_counts import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pymoe.ep.agreement import ExchangedCounts
 from pymoe.ep.clones import RowPlanWithClones, plan_clones
+from pymoe.ep.exchange import ExchangedCounts
 from pymoe.ep.sharding import ExpertSharding
 from pymoe.ops import build_routing
 
@@ -118,4 +118,4 @@ def test_a_hot_expert_is_divided(rank):
     assert plan.counts.sent == ([[4, 0], [0, 2]] if rank == 0 else [[0, 0], [0, 2]])
     assert plan.weight_sends.experts == ([[], [0]] if rank == 0 else [[], []])
     assert plan.weight_sends.counts.received == ([[0, 0]] if rank == 0 else [[1, 0]])
-    assert plan.rows_by_expert(1) == ([[], []] if rank == 0 else [[2], [2]])
+    assert plan.rows_by_expert[1] == ([[], []] if rank == 0 else [[2], [2]])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pymoe.ep.all_to_all import empty_rows
+from pymoe.ep.exchange import empty_rows
 
 CPU = torch.device("cpu")
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

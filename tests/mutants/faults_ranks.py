@@ -22,14 +22,14 @@ FAULTS = [
     ),
     Fault(
         "gradients of chunks travel in the order of the forward pass",
-        "pymoe/ep/all_to_all.py",
+        "pymoe/ep/exchange.py",
         "last_first=not self.last_first",
         "last_first=False",
         ("tests/ep/test_calls.py", "-k", "chunks_travel"),
     ),
     Fault(
         "a group's capacity serves the last ranks first",
-        "pymoe/ep/all_to_all.py",
+        "pymoe/ep/exchange.py",
         "for load in loads:",
         "for load in loads[::-1]:",
         (EQUALITY, "-k", "capacity"),
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "a rank may receive one row more than its room",
-        "pymoe/ep/all_to_all.py",
+        "pymoe/ep/exchange.py",
         "if count > limit",
         "if count > limit + 1",
         ("tests/ep/test_failures.py", "-k", "would_not_fit"),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     Fault(
         "layers of other sizes send messages of other lengths",
-        "pymoe/ep/agreement.py",
+        "pymoe/ep/exchange.py",
         "message_length(max(sharding.num_counts, 0 if state is None else state.max_counts))",
         "message_length(sharding.num_counts)",
         (MISTAKES, "-k", "many"),
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "a rank without experts does not check its parameters",
-        "pymoe/ep/call.py",
+        "pymoe/ep/layer.py",
         "if parameter is not None:",
         "if parameter is not None and 0 not in stack:",
         (MISTAKES, "-k", "also_without_experts"),
@@ -127,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "room does not count the rows for clones",
-        "pymoe/ep/all_to_all.py",
+        "pymoe/ep/exchange.py",
         "rows = self.rows_of_ranks()",
         "rows = RowPlan.rows_of_ranks(self)",
         (CLONED, "-k", "room"),
@@ -232,7 +232,7 @@ FAULTS = [
     ),
     Fault(
         "exchanges of a second backward pass overtake those of the first",
-        "pymoe/ep/all_to_all.py",
+        "pymoe/ep/exchange.py",
         "if chunk in self._under_way:",
         "if False:",
         (BUGS, "-k", "waits_for_its_exchanges"),
@@ -296,7 +296,7 @@ FAULTS = [
     ),
     Fault(
         "ranks may read different models",
-        "pymoe/ep/loading.py",
+        "pymoe/ep/shard.py",
         "same = {} if problem is not None",
         "same = {} if True",
         ("tests/ep/test_loading.py", "-k", "refused and another"),

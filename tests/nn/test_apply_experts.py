@@ -9,8 +9,7 @@ from specs.expert_activation import ACTIVATIONS
 from torch.autograd import forward_ad
 
 from pymoe import ops
-from pymoe._common.dtypes import FLOATING, cast_operands
-from pymoe._common.types import is_gated
+from pymoe._common.types import FLOATING, cast_operands, is_gated
 from pymoe.nn import apply_experts
 from pymoe.ops.grouped_linear import leaves_bias
 

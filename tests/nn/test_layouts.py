@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pymoe.nn import MoE, apply_experts, quantize_experts
-from pymoe.nn.operands import as_rows
+from pymoe.nn.options import as_rows
 
 pytestmark = pytest.mark.only_on("cpu")
 

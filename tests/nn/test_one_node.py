@@ -12,7 +12,7 @@ from specs.comparison import assert_same_bits
 from specs.expert_activation import ACTIVATIONS
 from torch.utils.checkpoint import checkpoint
 
-from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import FLOATING
 from pymoe.nn import apply_experts, recorded, set_aux_loss_scale
 from pymoe.reference.expert_activation import is_gated
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import FLOATING
 from pymoe.bench.calls import BenchCase, Operator, Sample, generator, mapped, tensors_in
 from pymoe.bench.operators import OPERATORS
 

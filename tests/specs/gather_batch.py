@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pymoe._common.dtypes import FLOATING
+from pymoe._common.types import FLOATING
 from pymoe.bench.calls import Sample
 from specs import ErrorInput, RawCall, specify
 from specs.samples import expanded, layouts, special_values

@@ -17,10 +17,8 @@ The formulas are on the page :doc:`/concepts/expert_parallel_costs`.
 
 from pymoe.ep.simulate.block import PRESETS, Block
 from pymoe.ep.simulate.loads import Load, LoadRecorder, load_of, recorded, uniform, zipf
-from pymoe.ep.simulate.memory import Memory
-from pymoe.ep.simulate.report import text
 from pymoe.ep.simulate.rows import SPREADS, Balance
-from pymoe.ep.simulate.simulation import Simulation, Traffic, simulate
+from pymoe.ep.simulate.simulation import Memory, Simulation, Traffic, simulate, text
 
 __all__ = [
     "PRESETS",

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pymoe._common.command_line import CommandLine, file_to_write
 from pymoe.ep.simulate.block import DTYPES, PRESETS, Block
 from pymoe.ep.simulate.loads import load_of
-from pymoe.ep.simulate.report import text
 from pymoe.ep.simulate.rows import SPREADS
-from pymoe.ep.simulate.simulation import Simulation, simulate
+from pymoe.ep.simulate.simulation import Simulation, simulate, text
 
 SIZES = ("hidden", "ffn", "experts", "choices", "layers", "shared_ffn", "groups", "kept_groups", "dtype")
 OWN = ("hidden", "ffn", "experts", "choices")
@@ -87,11 +86,8 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
     """Return the simulation that the options describe."""
     block = block_of(options)
     load = load_of(options.load, block, max(1, options.tokens * options.ranks), seed=options.seed)
-    given = {
-        name: getattr(options, name)
-        for name in ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
-    }
-    return simulate(block, options.ranks, options.tokens, load, **given)
+    given = ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
+    return simulate(block, options.ranks, options.tokens, load, **{name: getattr(options, name) for name in given})
 
 
 def block_of(options: argparse.Namespace) -> Block:

@@ -81,16 +81,9 @@ class Load:
         for steps in self.choices:
             yield from pairwise(steps) if len(steps) > 1 else ((steps[0], steps[0]),)
 
-    @property
-    def has_past(self) -> bool:
-        """Return whether the load has more than one step, so that a step has a previous one."""
-        return len(self.choices[0]) > 1
-
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token. Ranks have consecutive tokens; their numbers of tokens differ by one
-    at most.
-    """
+    """Return (N,) int64, the rank of each token: consecutive ones, whose numbers differ by one at most."""
     return torch.arange(tokens) * ranks // tokens
 
 

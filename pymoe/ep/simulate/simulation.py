@@ -1,4 +1,4 @@
-"""Simulates one step of one mixture layer on one group of ranks, and returns its figures."""
+"""Simulates one step of one mixture layer on one group of ranks, and returns its figures: rows, bytes, memory, text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pymoe._common import checks
-from pymoe.ep.agreement import message_length
+from pymoe.bench.report import Table, plain
 from pymoe.ep.clones import fewest_rows_that_pay
+from pymoe.ep.exchange import message_length
 from pymoe.ep.simulate.block import Block, at_least
 from pymoe.ep.simulate.loads import Load
-from pymoe.ep.simulate.memory import Memory, data_parallel, expert_parallel, fully_sharded, optimizer_bytes_of
 from pymoe.ep.simulate.rows import (
     SPREADS,
     Balance,
@@ -30,6 +30,25 @@ EXCHANGES = 4
 """Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
 INDEX_BYTES = 4
 """Bytes of the number of an expert, which travels with a row of several choices."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank for all mixture layers of the model, and nothing else of the model."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    """Bytes of the optimizer's states, and of master weights if it keeps them."""
+    activations: float
+    """Bytes that a forward leaves for the backward."""
+    buffers: float
+    """Additional bytes that one layer needs while it runs."""
+
+    @property
+    def total(self) -> float:
+        """Return the sum of all parts in bytes."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True)
@@ -165,7 +184,9 @@ def simulate(
     chosen, found = balances[spread], every[spread]
     counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
     clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
-    alternatives = {"DP": data_parallel_bytes(block, ranks), "FSDP": fully_sharded_bytes(block, ranks)}
+    # A ring all-reduce of the gradients of all experts; all-gathers of weights in both passes, and a reduce-scatter.
+    all_reduced = 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
+    alternatives = {"DP": all_reduced, "FSDP": 1.5 * all_reduced}
     ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
     formula = load.uniform and spread == "contiguous"
     traffic = [_traffic(block, found, tokens, *way, formula=formula) for way in ways]
@@ -196,16 +217,6 @@ def simulate(
     )
 
 
-def data_parallel_bytes(block: Block, ranks: int) -> float:
-    """Return 2 (R - 1) / R E 3 H F b: a ring all-reduce of the gradients of all experts."""
-    return 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
-
-
-def fully_sharded_bytes(block: Block, ranks: int) -> float:
-    """Return 3 (R - 1) / R E 3 H F b: all-gathers of the weights in both passes, a reduce-scatter of the gradients."""
-    return 1.5 * data_parallel_bytes(block, ranks)
-
-
 def _traffic(
     block: Block, found: Sequence[Spread], tokens: int, deduplicate: bool, chunks: int, *, formula: bool
 ) -> Traffic:
@@ -226,3 +237,179 @@ def _traffic(
         bytes=moved,
         saved=1 - moved / plain if plain else 0.0,
     )
+
+
+# Memory of a rank.
+
+
+def optimizer_bytes_of(block: Block) -> int:
+    """Return the bytes per parameter of AdamW: two float32 moments, and float32 weights in addition to narrower ones.
+
+    The moments of float64 parameters are float64.
+    """
+    if block.itemsize == 8:
+        return 16
+    return 12 if block.itemsize < 4 else 8
+
+
+def expert_parallel(
+    block: Block,
+    ranks: int,
+    balance: Balance,
+    tokens: float,
+    optimizer_bytes: float,
+    gathered: float | None,
+    recompute: bool,
+) -> Memory:
+    """Return the memory of the fullest rank under expert parallelism.
+
+    Clones are kept from the forward to the backward, as activations, and their gradients as buffers of one layer.
+
+    Args:
+        block: the layers.
+        ranks: R, the number of ranks.
+        balance: rows and experts of the fullest rank.
+        tokens: T, per rank.
+        optimizer_bytes: bytes of the optimizer per parameter.
+        gathered: rows in a rank's send buffer if a token travels once per rank, where it is copied for each expert;
+            None: every choice is a row.
+        recompute: the forward runs again in the backward (activation checkpointing of each layer).
+    """
+    own = -(-block.experts // ranks) if balance.clones else balance.experts
+    clones = (balance.experts - own) * block.expert_parameters * block.itemsize
+    rows = (balance.rows, tokens * block.choices if gathered is None else gathered)
+    layer = _activations(block, *rows, tokens, copied=gathered is not None)
+    parameters = block.layers * (own * block.expert_parameters + block.replicated_parameters)
+    return _memory(block, parameters, optimizer_bytes, layer + clones, rows, tokens, recompute, clones)
+
+
+def data_parallel(block: Block, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
+    """Return the memory of a rank that holds all experts (DistributedDataParallel)."""
+    return _alone(block, 1, 0.0, tokens, optimizer_bytes, recompute)
+
+
+def fully_sharded(block: Block, ranks: int, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
+    """Return the memory of a rank that holds 1 / R of every parameter (FSDP); buffers hold one whole layer twice."""
+    whole = block.experts * block.expert_parameters + block.replicated_parameters
+    return _alone(block, ranks, 2.0 * whole * block.itemsize, tokens, optimizer_bytes, recompute)
+
+
+def _alone(block: Block, ranks: int, gathered: float, tokens: float, optimizer_bytes: float, recompute: bool) -> Memory:
+    rows = tokens * block.choices
+    layer = _activations(block, rows, rows, tokens, copied=False)
+    whole = block.layers * (block.experts * block.expert_parameters + block.replicated_parameters)
+    return _memory(block, whole / ranks, optimizer_bytes, layer, (rows, rows), tokens, recompute, gathered)
+
+
+def _activations(block: Block, computed: float, returned: float, tokens: float, *, copied: bool) -> float:
+    """Return the bytes that the forward of one layer saves.
+
+    With w the bytes of a number of the router (float32 or float64), they are w T (H + E) for the router: its rows and
+    logits; b rows (H + 3 F) for the experts: before and after the first product, and before the second; b H for each
+    row that came back, for the weights of the choices; b T (H + 3 F_shared) for shared experts, less b T H if they
+    share the router's rows; and 16 T K for choices, weights and the order of rows. Rows that are copied on arrival are
+    also summed there, which saves the experts' outputs: b H more for each.
+    """
+    wide = block.weight_itemsize
+    saved = wide * tokens * (block.hidden + block.experts) + 16.0 * tokens * block.choices
+    inner = computed * ((2 if copied else 1) * block.hidden + 3 * block.ffn)
+    saved += block.itemsize * (inner + returned * block.hidden)
+    if block.shared_ffn:
+        rows = 0 if block.itemsize == wide else block.hidden
+        saved += block.itemsize * tokens * (rows + 3 * block.shared_ffn)
+    return saved
+
+
+def _memory(
+    block: Block,
+    parameters: float,
+    optimizer_bytes: float,
+    layer: float,
+    rows: tuple[float, float],
+    tokens: float,
+    recompute: bool,
+    more: float,
+) -> Memory:
+    """Return the memory of a rank.
+
+    The backward of a layer needs buffers for the gradients of rows: b H bytes per row that was sent, b (H + 3 F) per
+    row that was computed.
+    """
+    computed, sent = rows
+    buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
+    activations = block.layers * layer
+    if recompute:
+        activations = block.layers * tokens * block.row_bytes
+        buffers += layer
+    numbers = parameters * block.itemsize
+    return Memory(numbers, numbers, parameters * optimizer_bytes, activations, buffers)
+
+
+# A simulation as text: a paragraph of inputs and three tables.
+
+
+def text(simulation: Simulation) -> str:
+    """Return the inputs and all tables as lines."""
+    ranks = f"{simulation.ranks} rank{'s' * (simulation.ranks != 1)}, {simulation.tokens} tokens per rank and step"
+    load = f"load: {simulation.load.title}; experts spread: {simulation.balance.name}"
+    min_rows_to_clone = f"clones of {simulation.min_rows_to_clone:,} rows or more"
+    tables = {
+        f"Balance: rows of the fullest rank over the mean; {min_rows_to_clone}": balance_table(simulation),
+        "Bytes that a rank sends per layer and step; below: tokens per rank and step up to which EP sends less": (
+            traffic_table(simulation)
+        ),
+        "Memory of a rank for all mixture layers, in GiB": memory_table(simulation),
+    }
+    parts = [f"{simulation.block}\n{ranks}\n{load}", *(f"{title}\n{plain(table)}" for title, table in tables.items())]
+    return "\n\n".join(parts)
+
+
+def balance_table(simulation: Simulation) -> Table:
+    """Return a table with a row for every way to spread the experts."""
+    heading = ("experts", "fullest / mean", "worst", "experts per rank", "clones per step")
+    past = "" if len(simulation.load.choices[0]) > 1 else " by this step's own load"
+    rows = [
+        (
+            f"{one.name}{past}" if one.name == "placed" else one.name,
+            f"{one.imbalance:.2f}",
+            f"{one.worst:.2f}",
+            f"{one.experts:.1f}".removesuffix(".0"),
+            f"{one.clones:.1f}".removesuffix(".0"),
+        )
+        for one in simulation.balances
+    ]
+    if simulation.expected_imbalance is not None:
+        rows.append(("formula for a uniform router", f"{simulation.expected_imbalance:.2f}", "", "", ""))
+    return Table(heading, rows, frozenset({"experts"}))
+
+
+def traffic_table(simulation: Simulation) -> Table:
+    """Return a table with a row for each way in which rows travel, and one for each other kind of parallelism."""
+    heading = ("", "rows per token", "formula", "MiB", "saved", *(f"below {name}" for name in simulation.alternatives))
+    rows = []
+    for one in simulation.traffic:
+        parts = f", {one.chunks} chunk{'s' * (one.chunks != 1)}"
+        name = f"EP deduplicated{parts}" if one.deduplicated else "EP"
+        formula = "" if one.expected is None else f"{one.expected:.3f}"
+        below = [simulation.tokens_below(one, name) for name in simulation.alternatives]
+        cells = ["any number" if tokens is None else f"{tokens:,.0f}" for tokens in below]
+        rows.append((name, f"{one.rows:.3f}", formula, amount(one.bytes, 2**20, 1), f"{one.saved:.1%}", *cells))
+    others = {"counts, in addition": simulation.counts_bytes, "weights of clones, in addition": simulation.clones_bytes}
+    others = {name: size for name, size in others.items() if size} | simulation.alternatives
+    rows += [(name, "", "", amount(size, 2**20, 1), "", "", "") for name, size in others.items()]
+    return Table(heading, rows, frozenset({""}))
+
+
+def memory_table(simulation: Simulation) -> Table:
+    """Return a table with a row for every kind of parallelism."""
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
+    rows = [
+        (name, *(amount(getattr(one, part), 2**30, 2) for part in parts)) for name, one in simulation.memory.items()
+    ]
+    return Table(("", *parts), rows, frozenset({""}))
+
+
+def amount(size: float, unit: int, digits: int) -> str:
+    """Return a size in units of ``unit`` bytes, with at least two significant digits."""
+    number = size / unit
+    return f"{number:,.{digits}f}" if number >= 10.0 ** (1 - digits) or not number else f"{number:.2g}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pymoe import ops
 from pymoe._common import checks
-from pymoe._common.dtypes import FLOATING, autocast_enabled, cast_operands
+from pymoe._common.types import FLOATING, autocast_enabled, cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import activation_of, followed_by_cast
 from pymoe.integrations.transformers.adapters import Product, adapted, networks_of, take

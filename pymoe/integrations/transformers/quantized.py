@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pymoe._common.dtypes import cast_operands
+from pymoe._common.types import cast_operands
 from pymoe.integrations.transformers import interface
 from pymoe.integrations.transformers.activations import followed_by_cast
 from pymoe.integrations.transformers.adapters import adapted, networks_of

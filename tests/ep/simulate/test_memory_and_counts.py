@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from expert_counts import random_choices
 
-from pymoe.ep import agreement
+from pymoe.ep import exchange
 from pymoe.ep.simulate import PRESETS, Block, Load, simulate, uniform
-from pymoe.ep.simulate.memory import data_parallel, fully_sharded, optimizer_bytes_of
+from pymoe.ep.simulate.simulation import data_parallel, fully_sharded, optimizer_bytes_of
 from pymoe.nn import MoE
 
 ZEROS = torch.zeros(3, 2, dtype=torch.int64)
@@ -22,13 +22,13 @@ def test_counts_take_the_bytes_that_a_layer_sends(experts, tmp_path, monkeypatch
     """The simulator assumed a header of 8 numbers, while the layer sent 11 in blocks of 512: up to seven times as
     many.
     """
-    sent, gather = [], agreement.all_gather
+    sent, gather = [], exchange.all_gather
 
     def recorded(received, message, **options):
         sent.append(message)
         return gather(received, message, **options)
 
-    monkeypatch.setattr(agreement, "all_gather", recorded)
+    monkeypatch.setattr(exchange, "all_gather", recorded)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         MoE(4, 8, experts, 2, expert_parallel=dist.group.WORLD)(torch.ones(3, 4))

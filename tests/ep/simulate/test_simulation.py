@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from pymoe.ep.placement import contiguous
 from pymoe.ep.simulate import PRESETS, SPREADS, Block, Load, recorded, simulate, uniform, zipf
-from pymoe.ep.simulate.simulation import data_parallel_bytes, fully_sharded_bytes
 from pymoe.nn import MoE
 
 RECORDED = Path(__file__).parent / "language_model.npz"
@@ -170,9 +169,9 @@ def test_bytes_of_data_parallelism_are_those_of_a_ring():
     4 ranks, 240 bytes.
     """
     block = Block("tiny", 2, 5, 4, 1)
-    assert data_parallel_bytes(block, 4) == 2 * 3 * (4 * 30 * 2 / 4)
-    assert fully_sharded_bytes(block, 4) == 3 * 3 * (4 * 30 * 2 / 4)
-    assert data_parallel_bytes(block, 1) == 0
+    four, one = (simulate(block, ranks, 8, uniform(block, 32)).alternatives for ranks in (4, 1))
+    assert four == {"DP": 2 * 3 * (4 * 30 * 2 / 4), "FSDP": 3 * 3 * (4 * 30 * 2 / 4)}
+    assert one == {"DP": 0, "FSDP": 0}
 
 
 def test_a_token_travels_once_in_every_chunk_that_has_its_experts():

@@ -1,0 +1,622 @@
+"""The exchanges of a call: counts before rows travel, the rows that follow from them, and the all-to-all itself.
+
+A :class:`CountExchange` tells every rank how many rows go where, and compares the calls: one all-gather of int32
+numbers, and one read of them by the host, unless rows travel in padded buffers. Messages have the same length for all
+layers of a group, so that even ranks in different layers can read each other's. If ranks disagree in a forward, all of
+them raise; otherwise the all-to-all would hang or mix rows up. Backward passes exchange no counts, so it goes unnoticed
+if ranks run the backward passes of several calls in different orders.
+
+A :class:`RowPlan` follows from the counts. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
+one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a separate tensor. So a dispatch
+starts all chunks and waits for each by itself, and a combine starts each chunk by itself and waits for all. Each is the
+gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
+again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements: rows that
+are still under way are not values that it may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pymoe._common.types import FLOATING, Routing
+from pymoe._errors import describe_error
+from pymoe._gloo_at_exit import wait_for_gloo_at_exit
+from pymoe.ep.failures import Exchange, GroupError, report_error, report_failed_backward
+from pymoe.ep.sharding import PARAMETERS, ExpertSharding
+
+BLOCK = 512  # a message's length in numbers is a multiple of this
+MAX_CAPACITY_FACTOR = 3e38  # limit for a message, which holds it as a float32
+FAILED = 1
+MAX_OPTIONS = 256
+_HUGE_PAGE = 2 << 20
+
+_titles: dict[int, str] = {}  # titles of layers, by the numbers that messages use for them
+_options: dict[int, str] = {}  # options of layers in recent calls, by the numbers that messages use for them
+
+
+# The state that all layers over one group share. All ranks call shard in the same order, so their numbers agree.
+
+
+@dataclass
+class _GroupState:
+    models: int = 0
+    max_counts: int = 0
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
+
+
+def next_model_number(group: dist.ProcessGroup) -> int:
+    """Return the number of a new model that is sharded over a group: 1, then 2, ..."""
+    wait_for_gloo_at_exit()
+    state = _states.setdefault(group, _GroupState())
+    state.models += 1
+    return state.models
+
+
+def register_layer(sharding: ExpertSharding) -> None:
+    """Record a layer's title for error messages, and its number of counts, which determines the length of its group's
+    messages.
+    """
+    layer_number(sharding.title)
+    state = _states.setdefault(sharding.group, _GroupState())
+    state.max_counts = max(state.max_counts, sharding.num_counts)
+
+
+@cache
+def layer_number(title: str) -> int:
+    """Return the number of a layer in messages, and remember its title for errors."""
+    number = zlib.crc32(title.encode()) & 0x7FFFFFFF
+    _titles[number] = title
+    return number
+
+
+# The count exchange of a call.
+
+# torch 2.13 has a new name for it, and warns about the old one.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CallSignature(NamedTuple):
+    """The properties of a call that must be equal on all ranks of a group, as whole numbers."""
+
+    layer: int
+    experts: int
+    width: int
+    dtype: int
+    rows_need_gradients: int
+    experts_need_gradients: int
+    weights_need_gradients: int
+    top_k: int
+    capacity: int
+    options: int
+
+    def shown(self, field: str) -> str:
+        """Return the meaning of one of the numbers."""
+        value: int = getattr(self, field)
+        if field == "layer":
+            return _titles.get(value, f"unknown ({value})")
+        if field == "options":
+            return _options.get(value, "others")
+        if field == "experts_need_gradients":
+            return " and ".join(name for place, name in enumerate(PARAMETERS) if value >> place & 1) or "none"
+        if field == "dtype":
+            return str(FLOATING[value]).removeprefix("torch.")
+        if field.endswith("gradients"):
+            return "yes" if value else "no"
+        if field == "capacity":
+            return f"{struct.unpack('<f', struct.pack('<i', value))[0]:g}" if value else "None"
+        return str(value)
+
+
+MEANING = {
+    "layer": "which layer they call",
+    "experts": "its number of experts",
+    "width": "the width of its rows",
+    "dtype": "the dtype of its rows",
+    "rows_need_gradients": "whether its rows need gradients",
+    "experts_need_gradients": "which parameters of its experts need gradients",
+    "weights_need_gradients": "whether the weights that travel need gradients",
+    "top_k": "its top_k",
+    "capacity": "its capacity_factor",
+    "options": "the options of its router, experts and losses",
+}
+HEADER = len(MEANING) + 2  # the signature, then FAILED or 0, then the number of tokens
+
+
+def call_signature(
+    sharding: ExpertSharding,
+    rows_TH: Tensor,
+    weights_TK: Tensor,
+    experts: Mapping[str, Tensor],
+    top_k: int,
+    capacity_factor: float | None,
+    options: tuple[Any, ...],
+) -> CallSignature:
+    """Return the signature of the call that this rank is about to make.
+
+    Args:
+        sharding: the layer's sharding.
+        rows_TH: (T, H), the tokens as they will travel.
+        weights_TK: (T, K), the weights of the gate.
+        experts: the parameters of this rank's experts, by name.
+        top_k: K, the number of choices.
+        capacity_factor: the layer's capacity factor, or None. It is compared as a float32.
+        options: all other options on which rows and gradients depend, as alternating names and values.
+    """
+    recorded = torch.is_grad_enabled()
+    trained = 0
+    for name, parameter in experts.items():
+        trained |= parameter.requires_grad << PARAMETERS.index(name)
+    factor = None if capacity_factor is None else min(capacity_factor, MAX_CAPACITY_FACTOR)
+    return CallSignature(
+        layer_number(sharding.title),
+        sharding.num_experts,
+        rows_TH.shape[1],
+        FLOATING.index(rows_TH.dtype),
+        int(recorded and rows_TH.requires_grad),
+        trained if recorded else 0,
+        int(recorded and sharding.deduplicate and weights_TK.requires_grad),
+        top_k,
+        0 if factor is None else struct.unpack("<i", struct.pack("<f", factor))[0],
+        _options_number(options),
+    )
+
+
+def message_length(counts: int) -> int:
+    """Return the length of a rank's message, in int32 numbers, for this number of counts (such as the loads of
+    experts).
+    """
+    return -(-(HEADER + counts) // BLOCK) * BLOCK
+
+
+class ExchangedCounts(NamedTuple):
+    """The counts of all ranks."""
+
+    loads: list[list[int]]
+    """(R, E): the number of slots for which each rank chose each expert, before any were dropped."""
+    tokens: list[int]
+    """(R,): the number of tokens of each rank."""
+    rows: list[list[int]]
+    """(R, n): the rows that each rank sends to each destination; empty if they follow from the loads."""
+
+
+class CountExchange:
+    """An all-gather under way. It begins when it is made; every rank of the group must make one.
+
+    Args:
+        sharding: the layer's sharding.
+        signature: the signature of the call; None if this rank cannot make the call and tells the others why.
+        counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
+        tokens: T, the number of tokens.
+        error: the reason why this rank cannot continue.
+    """
+
+    def __init__(
+        self,
+        sharding: ExpertSharding,
+        signature: CallSignature | None,
+        counts: Tensor | None = None,
+        tokens: int = 0,
+        error: BaseException | None = None,
+    ) -> None:
+        self._sharding = sharding
+        state = _states.get(sharding.group)  # there is none if this process has unpickled the layer
+        length = message_length(max(sharding.num_counts, 0 if state is None else state.max_counts))
+        device = torch.device(sharding.mesh.device_type) if counts is None else counts.device
+        if signature is not None and counts is not None:
+            header = _on_device((*signature, 0, tokens), device)
+            message = torch.cat([header, counts, counts.new_zeros(length - HEADER - counts.shape[0])])
+        else:
+            message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
+        self._gathered = message.new_empty(sharding.ranks * length)
+        self._message = message  # must be there until the work is done
+        start = partial(all_gather, self._gathered, message, group=sharding.group, async_op=True)
+        self._exchange = Exchange(sharding, "the counts of rows", start, begins_call=True)
+
+    def wait(self) -> Tensor:
+        """Wait for the messages of all ranks; return them, unread, as (R, n) int32.
+
+        Raises:
+            GroupError: a rank is gone.
+        """
+        self._exchange.wait()
+        return self._gathered.view(self._sharding.ranks, -1)
+
+    def read(self) -> ExchangedCounts:
+        """Wait for the messages of all ranks, compare their signatures, and return their counts.
+
+        Raises:
+            GroupError: ranks disagree, one of them cannot continue, or one is gone.
+        """
+        sharding = self._sharding
+        messages: list[list[int]] = self.wait().tolist()  # the one read of a call
+        raise_for_difference(sharding, messages)
+        rows, end = HEADER + sharding.num_experts, HEADER + sharding.num_counts
+        counts = ExchangedCounts([], [], [])
+        for message in messages:
+            counts.loads.append(message[HEADER:rows])
+            counts.tokens.append(message[HEADER - 1])
+            counts.rows.append(message[rows:end])
+        return counts
+
+
+def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
+    """Tell the other ranks that this one has failed before it could send its counts: they raise, too."""
+    with contextlib.suppress(GroupError):  # which all ranks get
+        CountExchange(sharding, None, error=error).read()
+    if sharding.transport == "padded":  # the others do not read it, and wait for rows
+        report_error(sharding, f"raised {describe_error(error)}")
+
+
+def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) -> None:
+    """Raise unless all ranks are about to make the same call.
+
+    Args:
+        sharding: the layer's sharding.
+        messages: the message of every rank, or the first ``HEADER`` numbers of each.
+
+    Raises:
+        GroupError: ranks disagree, or one of them cannot continue.
+    """
+    *signature, failures, _ = itertools.islice(zip(*messages, strict=True), HEADER)
+    if FAILED in failures:
+        failed = tuple(rank for rank, failure in enumerate(failures) if failure == FAILED)
+        text = "".join(map(chr, messages[failed[0]][HEADER:])).rstrip("\0") or "its own error says why"
+        raise GroupError(
+            f"MoE {sharding.title}: rank {failed[0]} of the expert-parallel group failed before it sent rows: {text}",
+            sharding.layer,
+            failed,
+        )
+    for field, values in zip(MEANING, signature, strict=True):
+        if len(set(values)) > 1:
+            signatures = [CallSignature(*message[: len(MEANING)]) for message in messages]
+            usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
+            others = tuple(rank for rank, value in enumerate(values) if value != usual)
+            seen = ", ".join(f"rank {rank}: {signature.shown(field)}" for rank, signature in enumerate(signatures))
+            raise GroupError(
+                f"MoE {sharding.title}: the ranks of an expert-parallel group must agree on {MEANING[field]}, got "
+                f"{seen}",
+                sharding.layer,
+                others,
+            )
+
+
+@lru_cache(maxsize=MAX_OPTIONS, typed=True)
+def _options_number(options: tuple[Any, ...]) -> int:
+    text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
+    number = zlib.crc32(text.encode()) & 0x7FFFFFFF
+    if len(_options) >= MAX_OPTIONS:  # coefficients that change in every step would fill the cache without end
+        _options.clear()
+        _options_number.cache_clear()
+    _options[number] = text
+    return number
+
+
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int32 numbers on a device; numbers of recent calls are kept there."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _failure_message(sharding: ExpertSharding, error: BaseException | None, length: int) -> list[int]:
+    """Return a message that carries an error's text in place of counts, one character per number."""
+    text = "" if error is None else describe_error(error)
+    header = [layer_number(sharding.title), *[0] * (HEADER - 3), FAILED, 0]
+    return (header + [ord(character) for character in text] + [0] * length)[:length]
+
+
+# The rows of a call, and their exchange.
+
+
+class RowCounts(NamedTuple):
+    """The number of rows that travel between this rank and each other."""
+
+    sharding: ExpertSharding
+    sent: list[list[int]]
+    """(chunks, R): the number of rows that this rank sends to each rank."""
+    received: list[list[int]]
+    """(chunks, R): the number of rows that it receives from each rank."""
+
+
+class WeightSends(NamedTuple):
+    """The experts whose weights are sent in a call, to the ranks that take clones of them."""
+
+    experts: list[list[int]]
+    """(R,): the experts of this rank that each rank clones."""
+    counts: RowCounts
+    """One chunk: the number of experts that this rank sends to each rank, and receives from each."""
+
+
+class RowPlan:
+    """The rows of one call of a layer, one for each choice: lists on the host, made from the counts of all ranks.
+
+    Args:
+        sharding: the layer's sharding.
+        exchanged: the counts of all ranks.
+        top_k: K, the number of choices.
+        capacity_factor: the layer's capacity factor, or None.
+
+    Raises:
+        GroupError: a rank would receive too many rows.
+    """
+
+    weight_sends: WeightSends | None = None
+    """The weights of clones; None if there are no clones in this call."""
+
+    def __init__(
+        self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
+    ) -> None:
+        self.sharding = sharding
+        self.loads, self.tokens, self.exchanged_rows = exchanged
+        self.kept = self.loads
+        """(R, E): the rows that each rank sends to each expert."""
+        if capacity_factor is not None:
+            self.kept = _within_capacity(sharding, self.loads, self.tokens, top_k, capacity_factor)
+        self.at_owners = self._rows_at_owners()
+        """(R, E): the rows in ``kept`` that the owners of the experts compute; without clones, all of them."""
+        if sharding.max_recv_rows is not None:
+            self._check_received(sharding.max_recv_rows)
+        self.counts = RowCounts(sharding, [], [])
+        own = self.at_owners[sharding.rank]
+        self.rows_by_expert: list[list[list[int]]] = []
+        """(chunks, R, n): the rows that this rank receives from every rank for each of a chunk's experts here."""
+        for by_rank in sharding.chunk_experts:
+            here = by_rank[sharding.rank]
+            rows = [[of_source[expert] for expert in here] for of_source in self.at_owners]
+            self.rows_by_expert.append(rows)
+            self.counts.sent.append([sum([own[expert] for expert in experts]) for experts in by_rank])
+            self.counts.received.append(list(map(sum, rows)))
+
+    def rows_of_ranks(self) -> list[int]:
+        """Return the number of rows that each rank computes."""
+        of_experts = list(map(sum, zip(*self.at_owners, strict=True)))
+        return [sum([of_experts[expert] for expert in own]) for own in self.sharding.experts_of_ranks]
+
+    def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
+
+        Rows come rank by rank, and the rows of each rank are sorted by expert.
+        """
+        rows = torch.tensor(self.rows_by_expert[chunk], dtype=torch.int64)
+        experts = rows.shape[1]
+        indices = torch.arange(experts, dtype=torch.int32).repeat(self.sharding.ranks)
+        total = sum(self.counts.received[chunk])
+        rows, indices = rows.reshape(-1).to(device), indices.to(device)
+        return indices.repeat_interleave(rows, output_size=total)[:, None], experts
+
+    def without_dropped(self, routing: Routing, experts_TK: Tensor) -> Routing:
+        """Return a routing that keeps, for each expert, the first rows up to the number that this rank may send.
+
+        ``build_routing`` has one capacity for all experts; if a group shares the capacity, each rank has its own limit
+        for each expert.
+
+        Args:
+            routing: the routing of all choices.
+            experts_TK: (T, K) int32, the choices that it was built from, in the order in which rows are sent.
+        """
+        own = self.kept[self.sharding.rank]
+        limit_E = torch.tensor([own[e] for e in self.sharding.send_order], dtype=torch.int32).to(experts_TK.device)
+        chosen = experts_TK.long()
+        place_TK = routing.slot - routing.offsets[chosen]
+        offsets = torch.cat([limit_E.new_zeros(1), limit_E.cumsum(0, dtype=torch.int32)])
+        slot_TK = torch.where(place_TK < limit_E[chosen], offsets[chosen] + place_TK, -1)
+        token_TK = torch.arange(chosen.shape[0], dtype=torch.int32, device=chosen.device)[:, None].expand_as(chosen)
+        # Dropped choices write to an additional row, which is left out.
+        rows = slot_TK.numel()
+        token = routing.token.new_full((rows + 1,), -1)
+        token[torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()] = token_TK.reshape(-1)
+        return Routing(slot_TK, token[:rows], offsets)
+
+    def _rows_at_owners(self) -> list[list[int]]:
+        return self.kept
+
+    def _check_received(self, limit: int) -> None:
+        sharding = self.sharding
+        rows = self.rows_of_ranks()
+        full = tuple(rank for rank, count in enumerate(rows) if count > limit)
+        if full:
+            seen = ", ".join(f"rank {rank} would receive {rows[rank]}" for rank in full)
+            raise GroupError(
+                f"MoE {sharding.title}: a rank must receive at most room = {limit} rows in a call, got {seen}",
+                sharding.layer,
+                full,
+            )
+
+
+def capacity(factor: float, tokens: int, top_k: int, num_experts: int) -> int:
+    """Return the number of slots that an expert takes, as :class:`pymoe.nn.MoE` computes it."""
+    return max(1, math.ceil(min(factor, num_experts) * (tokens * top_k) / num_experts))
+
+
+def _within_capacity(
+    sharding: ExpertSharding, loads: list[list[int]], tokens: list[int], top_k: int, factor: float
+) -> list[list[int]]:
+    """Return (R, E): the part of the loads that fits the experts' capacity."""
+    experts = sharding.num_experts
+    if sharding.scope == "rank":  # each rank limits its own rows
+        limits = [capacity(factor, count, top_k, experts) for count in tokens]
+        return [[min(n, limit) for n in load] for load, limit in zip(loads, limits, strict=True)]
+    # An expert takes rows in the order of ranks, until its capacity is reached.
+    left = [capacity(factor, sum(tokens), top_k, experts)] * experts
+    kept = []
+    for load in loads:
+        kept.append([min(n, limit) for n, limit in zip(load, left, strict=True)])
+        left = [limit - n for n, limit in zip(kept[-1], left, strict=True)]
+    return kept
+
+
+class AllToAll:
+    """One dispatch or combine of a call's rows; :attr:`gradients` is the exchange of their gradients.
+
+    Args:
+        counts: the rows that this rank sends and receives.
+        total: S, the rows of the tensor at the rank of the tokens; a combine fills those past the counts with zeros.
+        like: a tensor with the width, dtype and device of the rows.
+        last_first: start the last chunk first, since a backward pass needs it first.
+    """
+
+    def __init__(self, counts: RowCounts, total: int, like: Tensor, *, last_first: bool = False) -> None:
+        self.counts, self.total, self.last_first = counts, total, last_first
+        self.chunks = len(counts.sent)
+        self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
+        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk: with output and input
+        self._combined: Tensor | None = None
+        self._gradients: AllToAll | None = None
+
+    @property
+    def gradients(self) -> AllToAll:
+        """Return the exchange of the gradients, in the other direction."""
+        if self._gradients is None:
+            like = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
+            self._gradients = AllToAll(self.counts, self.total, like, last_first=not self.last_first)
+        return self._gradients
+
+    def start_dispatch(self, rows_SH: Tensor) -> tuple[Tensor, ...]:
+        """Start all chunks towards the ranks of the experts; return a handle for each."""
+        parts, handles = self._parts(rows_SH.contiguous()), []
+        for chunk in sorted(range(self.chunks), reverse=self.last_first):
+            received = self.counts.received[chunk]
+            out = empty_rows(sum(received), self.width, self.dtype, self.device)
+            self._start(chunk, out, parts[chunk], received, self.counts.sent[chunk])
+            handles.append(rows_SH.new_empty(0))
+        return tuple(handles)
+
+    def start_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        """Start a chunk towards the ranks of the tokens; return a handle."""
+        if self._combined is None:
+            self._combined = empty_rows(self.total, self.width, self.dtype, self.device)
+            self._combined[sum(map(sum, self.counts.sent)) :].zero_()
+        out = self._parts(self._combined)[chunk]
+        self._start(chunk, out, rows.contiguous(), self.counts.sent[chunk], self.counts.received[chunk])
+        return rows.new_empty(0)
+
+    def wait(self, chunk: int) -> Tensor:
+        """Wait for a chunk; return its rows."""
+        exchange, out, _ = self._under_way.pop(chunk)
+        exchange.wait()
+        return out
+
+    def wait_combine(self) -> Tensor:
+        """Wait for all chunks of a combine; return their rows in one tensor."""
+        for chunk in range(self.chunks):
+            self.wait(chunk)
+        combined, self._combined = self._combined, None
+        assert combined is not None
+        return combined
+
+    def _parts(self, rows_SH: Tensor) -> Sequence[Tensor]:
+        sizes = list(map(sum, self.counts.sent))
+        return rows_SH[: sum(sizes)].split(sizes)
+
+    def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
+        if chunk in self._under_way:
+            # Another backward pass has started this exchange and did not wait for it; it writes to the same memory.
+            self.wait(chunk)
+        sharding = self.counts.sharding
+        start = partial(dist.all_to_all_single, out, rows, received, sent, group=sharding.group, async_op=True)
+        self._under_way[chunk] = Exchange(sharding, "rows", start), out, rows
+
+
+class _StartDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_SH: Tensor, exchange: AllToAll) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.start_dispatch(rows_SH)
+
+    @staticmethod
+    def backward(ctx: Any, *handles: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return wait_combine(ctx.exchange.gradients, *handles), None
+
+
+class _WaitDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
+        ctx.exchange, ctx.chunk = exchange, chunk
+        return exchange.wait(chunk)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return start_combine(grad, ctx.exchange.gradients, ctx.chunk), None, None
+
+
+class _StartCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: AllToAll, chunk: int) -> Tensor:
+        ctx.exchange, ctx.chunk = exchange, chunk
+        return exchange.start_combine(rows, chunk)
+
+    @staticmethod
+    def backward(ctx: Any, handle: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return wait_dispatch(handle, ctx.exchange.gradients, ctx.chunk), None, None
+
+
+class _WaitCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: AllToAll, *handles: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait_combine()
+
+    @staticmethod
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        report_failed_backward(ctx.exchange.counts.sharding)  # the backward pass of a layer begins here
+        return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
+
+
+# Both ends of a dispatch and of a combine, as nodes of a graph.
+
+start_dispatch: Callable[[Tensor, AllToAll], tuple[Tensor, ...]] = _StartDispatch.apply
+"""Start all chunks of rows (S, H) towards the ranks of the experts; return a handle for each."""
+wait_dispatch: Callable[[Tensor, AllToAll, int], Tensor] = _WaitDispatch.apply
+"""Wait for the chunk of a handle at the rank of its experts; return its rows (n, H), rank by rank."""
+start_combine: Callable[[Tensor, AllToAll, int], Tensor] = _StartCombine.apply
+"""Start a chunk of rows (n, H) towards the ranks of the tokens; return a handle."""
+wait_combine: Callable[..., Tensor] = _WaitCombine.apply
+"""Wait, in an exchange with these handles, for all chunks at the rank of their tokens; return their rows (S, H)."""
+
+
+def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised rows (count, width), large ones on the CPU in pages of 2 MiB, as operators allocate theirs.
+
+    Fresh memory costs a page fault per 4 KiB at the first write, which takes longer than the copy itself. If the system
+    has no large pages, the request for them has no effect.
+
+    Args:
+        count: number of rows.
+        width: of a row, in elements.
+        dtype: of an element.
+        device: of the rows.
+    """
+    rows = torch.empty(count, width, dtype=dtype, device=device)
+    advise = _madvise()
+    if advise is not None and rows.is_cpu and rows.nbytes >= 2 * _HUGE_PAGE:
+        begin = -(-rows.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        end = (rows.data_ptr() + rows.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+        advise(begin, end - begin, mmap.MADV_HUGEPAGE)
+    return rows
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Return the system's ``madvise``, if it knows of huge pages."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise  # type: ignore[no-any-return]
