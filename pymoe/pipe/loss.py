@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from pymoe._errors import add_note
 from pymoe._torch_private import pytree
-from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.context import is_recomputing, micro_batch
+from pymoe.pipe.context import is_recomputing, micro_batch, with_auxiliary_losses
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, has_no_value, read_loss
 from pymoe.pipe.python_values import held_by
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage

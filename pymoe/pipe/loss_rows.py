@@ -46,9 +46,8 @@ _CONTRACTIONS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Baddbmm", "Addmv", 
 PROPORTIONAL = LINEAR | _MOVES | _CONTRACTIONS
 _OVER_A_DIMENSION = {
     *("Softmax", "LogSoftmax", "SafeSoftmax", "Logsumexp", "Logcumsumexp", "LinalgVectorNorm", "Norm", "Prod"),
-    "Cumprod",
-    *("Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort", "Median"),
-    *("Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
+    *("Cumprod", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort"),
+    *("Median", "Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
 }
 """Operators that combine or move all elements along their dimensions."""
 

@@ -8,13 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from kinds_of_hidden_state import KINDS
-from kinds_of_state import Buffer, Norm
+from kinds_of_state import KINDS, Buffer, Norm
 from limits import LONG
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import held_state, shared_layers
+from pymoe.pipe.execution import held_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
@@ -74,8 +73,8 @@ def test_steps_at_the_same_time_that_share_a_layer_to_which_a_forward_writes_are
     assert all(isinstance(one, RuntimeError) for one in found), found
     assert any("ran at the same time, in two threads, share" in str(one) for one in found)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
-    assert not shared_layers._running
-    assert not shared_layers._overlaps
+    assert not held_state._running
+    assert not held_state._overlaps
 
 
 @pytest.mark.thinned(usual=30)

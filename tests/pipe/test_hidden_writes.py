@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from kinds_of_hidden_state import KINDS
-from kinds_of_state import CHUNKS, LARGE
+from kinds_of_state import CHUNKS, KINDS, LARGE
 from torch import nn
 from torch.nn import functional as F
 

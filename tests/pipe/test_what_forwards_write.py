@@ -7,8 +7,7 @@ import copy
 
 import pytest
 import torch
-from kinds_of_hidden_state import FOREIGN, KINDS, MAY_FAIL
-from kinds_of_state import CHUNKS, Buffer
+from kinds_of_state import CHUNKS, FOREIGN, KINDS, MAY_FAIL, Buffer
 from torch import nn
 
 from pymoe.pipe import Pipe

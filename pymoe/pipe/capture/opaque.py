@@ -40,12 +40,12 @@ from pymoe._torch_private import (
     pytree,
     set_grad_enabled,
 )
-from pymoe.pipe.auxiliary import keeps_counts
 from pymoe.pipe.capture.arguments import where_sizes_are_asked
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
 from pymoe.pipe.capture.external_values import is_boundary, is_within, users_hooks
 from pymoe.pipe.capture.guards import ReadRecorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
+from pymoe.pipe.context import keeps_counts
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.stages import FORWARD_HOOKS
 

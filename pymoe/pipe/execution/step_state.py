@@ -14,7 +14,7 @@ or that was not copied, the graph is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,8 +40,7 @@ from pymoe.pipe.execution.graph import (
     receive_value,
     total,
 )
-from pymoe.pipe.execution.held_state import HeldState, PutBack, Seen
-from pymoe.pipe.execution.shared_layers import Turns, note_put_back
+from pymoe.pipe.execution.held_state import HeldState, PutBack, Seen, Turns, note_put_back
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.split_backward import SplitBackward
@@ -319,7 +318,79 @@ class StepInputs(GradAccumulator):
         ]
 
 
-class StepState:
+class Step:
+    """Holds the values and activations of one mini-batch; a value is released after its last use."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        uses: Mapping[Source, int],
+        count: int,
+        graphs: bool,
+        recompute: Sequence[StageRecompute],
+        recomputed: range,
+    ) -> None:
+        """Begin a step of ``count`` micro-batches; forwards of those in ``recomputed`` are recomputed.
+
+        ``uses``: how often each value is used. ``graphs``: there will be backward passes. ``recompute``: one item for
+        every stage.
+        """
+        self.count = count
+        self.graphs = graphs
+        self.recompute = recompute
+        self._stages = stages
+        self._uses = uses
+        self._values: list[dict[Source, StageValue]] = [{} for _ in range(count)]
+        self._uses_left: dict[tuple[int, Source], int] = {}  # of values that were used, and have several uses
+        self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
+        self._begun = [0] * len(stages)  # numbers of forwards
+        self._recomputed = recomputed
+        self._thread_state = current()
+        if recomputed:
+            for of_stage in recompute:
+                of_stage.begin_step()
+
+    def keep(self, micro_batch: int, sources: Iterable[Source], values: Iterable[StageValue]) -> None:
+        """Keep those values that are used."""
+        here, uses = self._values[micro_batch], self._uses
+        for source, value in zip(sources, values, strict=False):
+            if uses[source]:
+                here[source] = value
+
+    def count_use(self, micro_batch: int, sources: Iterable[Source]) -> None:
+        """Count one use of each of these values, and release those that were used for the last time."""
+        here, uses = self._values[micro_batch], self._uses
+        for source in sources:
+            if uses[source] > 1:
+                key = micro_batch, source
+                left = self._uses_left[key] = self._uses_left.get(key, uses[source]) - 1
+                if left:
+                    continue
+            del here[source]
+
+    def run_forward(
+        self, number: int, micro_batch: int, weight: float, random: RandomSource, position: int, is_loss: bool = False
+    ) -> list[StageValue]:
+        """Run the forward of stage ``number``, with random numbers from ``position``; return what the stage sends.
+
+        ``is_loss``: the stage computes the loss, as a part of the stage before it, and is never recomputed.
+        """
+        stage, recompute = self._stages[number], self.recompute[number]
+        received = [*map(self._values[micro_batch].__getitem__, stage.inputs)]
+        begun = self._begun[number] = self._begun[number] + 1
+        about = MicroBatch(micro_batch, self.count, weight, False, False, number - is_loss, begun == self.count, random)
+        activation = Activation(stage, about, random, position, self._thread_state)
+        is_recomputed = micro_batch in self._recomputed and not is_loss
+        with recompute.turn():
+            sent = activation.forward(received, self.graphs, recompute if is_recomputed else None)
+        if self.graphs:
+            self._activations[number, micro_batch] = activation
+        del received
+        self.count_use(micro_batch, stage.inputs)
+        return sent
+
+
+class StepState(Step):
     """Holds everything that belongs to one mini-batch; :meth:`perform` does one action of a schedule, on any thread.
 
     For one micro-batch and stage, actions come in the order of the pipeline; for one stage and kind, in the order of
@@ -342,30 +413,20 @@ class StepState:
         an additional last stage computes (it is not in schedules); None: there is no loss. ``around``: the threads of
         the pipes that run this one inside a stage.
         """
+        count = len(micro_batches.values)
+        super().__init__(pipeline.stages, pipeline.uses, count, graphs, recompute, recomputed)
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
         self.pipeline = pipeline
-        self.recompute = recompute
         self.around = around
-        self._recomputed = recomputed
-        self._graphs = graphs
-        self._thread_state = current()
         self._random = RandomSource()
         self.stream_between_actions = RandomStream(self._random, -1)
         self._weights = micro_batches.weights
-        self._uses = pipeline.uses
         cross = self.inputs.cross if graphs else BoundaryTensor
-        given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
-        given = [(number, source) for number, source in given if self._uses[source]]
-        self._values: list[dict[Source, StageValue]] = [
-            {source: flatten_value(values[number], cross) for number, source in given}
-            for values in micro_batches.values
-        ]
-        count = len(self._values)
-        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # remaining uses of each value
-        self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
-        self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
-        self._keep = False
+        given = [(number, source) for number in range(pipeline.inputs) if self._uses[source := Source(INPUT, number)]]
+        for here, values in zip(self._values, micro_batches.values, strict=True):
+            here.update((source, flatten_value(values[number], cross)) for number, source in given)
+        self._will_repeat = False  # true if another backward pass will follow
         self._loss_weights = loss_weights
         # The last stage that is in schedules.
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
@@ -373,9 +434,6 @@ class StepState:
         """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
         self._losses: list[torch.Tensor | None] = [None] * count
         self._loss_grads: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
-        if recomputed:
-            for stage in recompute:
-                stage.begin_step()
 
     def perform(self, action: Action) -> None:
         """Perform one action, on a thread of the pipeline: see :meth:`PlanRun.perform_actions`."""
@@ -386,59 +444,31 @@ class StepState:
                 self._forward(stage + 1, micro_batch)
             return
         if self._loss_weights is not None and stage == self._last and kind is not Kind.BACKWARD_WEIGHT:
-            of_loss = self._activations[stage + 1]
-            activation, of_loss[micro_batch] = of_loss[micro_batch], None
-            assert activation is not None
-            activation.backward(self._sums[stage + 1])
-        activation = self._activations[stage][micro_batch]
-        assert activation is not None
+            self._activations.pop((stage + 1, micro_batch)).backward(self._sums[stage + 1])
+        activation = self._activations[stage, micro_batch]
         if kind is BACKWARD:
-            activation.backward(self._sums[stage], self._keep)
+            activation.backward(self._sums[stage], self._will_repeat)
         elif kind is BACKWARD_INPUT:
             activation.backward_input()
             return
         else:
             activation.backward_weight(self._sums[stage])
-        if not self._keep:
-            self._activations[stage][micro_batch] = None
+        if not self._will_repeat:
+            del self._activations[stage, micro_batch]
 
     def _forward(self, number: int, index: int) -> None:
-        stages, here, uses = self.pipeline.stages, self._values[index], self._uses
-        stage = stages[number]
-        received = [*map(here.__getitem__, stage.inputs)]
-        count, last = len(self._weights), self._last
-        is_loss = number > last
-        begun = self._begun[number] = self._begun[number] + 1
-        about = MicroBatch(
-            index, count, self._weights[index], False, False, min(number, last), begun == count, self._random
-        )
-        position = count * number + index if is_loss else index * (last + 1) + number
-        activation = Activation(stage, about, self._random, position, self._thread_state)
-        of_stage = self.recompute[number]
-        is_recomputed = index in self._recomputed and not is_loss
-        with of_stage.turn():
-            sent = activation.forward(received, self._graphs, of_stage if is_recomputed else None)
-        if self._graphs:
-            self._activations[number][index] = activation
-        del received
-        for source in stage.inputs:
-            if uses[source] > 1:
-                left = self._uses_left[index]
-                left[source] = left.get(source, uses[source]) - 1
-                if left[source]:
-                    continue
-            del here[source]
+        is_loss = number > self._last
+        position = self.count * number + index if is_loss else index * (self._last + 1) + number
+        sent = self.run_forward(number, index, self._weights[index], self._random, position, is_loss)
         if is_loss:
             self._take_loss(index, sent[0].leaves[0])
             self.readings[index] = sent[1].leaves[0]
-        for source, value in zip(self.pipeline.made[number], sent, strict=False):
-            if uses[source]:
-                here[source] = value
+        self.keep(index, self.pipeline.made[number], sent)
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
         """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
         tensor = self._losses[index] = loss.tensor
-        if not self._graphs:
+        if not self.graphs:
             return
         assert self._loss_weights is not None
         weight = self._loss_weights[index]
@@ -471,7 +501,7 @@ class StepState:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the known leaves to which backwards will add gradients, each once. Call it after all forwards."""
-        activations = [activation for row in self._activations for activation in row if activation is not None]
+        activations = [self._activations[place] for place in sorted(self._activations)]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
     @property
@@ -482,7 +512,7 @@ class StepState:
 
     def begin_backward(self, keep: bool) -> None:
         """Begin a backward pass through all stages. ``keep``: there will be another backward pass."""
-        self._keep = keep
+        self._will_repeat = keep
         self._sums = [LeafSums() for _ in self.pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
@@ -492,5 +522,5 @@ class StepState:
 
     def release(self) -> None:
         """Release all values, graphs and gradients."""
-        self._values, self._activations, self._sums = [], [], []
+        self._values, self._activations, self._sums = [], {}, []
         self.inputs = StepInputs()
