@@ -50,16 +50,8 @@ class MicroBatch:
 
     def in_run(self, *, checkpointing: bool = False, recomputing: bool = False) -> MicroBatch:
         """Return a copy with other flags for another run; faster than ``dataclasses.replace``."""
-        return MicroBatch(
-            self.index,
-            self.count,
-            self.weight,
-            checkpointing,
-            recomputing,
-            self.stage,
-            self.is_last,
-            self.mini_batch,
-        )
+        about = self.index, self.count, self.weight, checkpointing, recomputing
+        return MicroBatch(*about, self.stage, self.is_last, self.mini_batch)
 
 
 class _ThreadMicroBatch(threading.local):

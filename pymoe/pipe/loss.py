@@ -192,18 +192,11 @@ def weigh(
     loss_fn: Callable[..., Any] | None,
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> LossWeights:
-    """Return the weights of the micro-batches' losses.
+    """Return the weights of the micro-batches' losses. The divisor of torch's own losses is known.
 
-    Args:
-        micro_batches: the numbers of rows.
-        reduction: ``"mean"``, ``"sum"``, or a function that returns the number by which a micro-batch's loss is
-            divided.
-        loss_fn: the loss function; the divisor of torch's own losses is known.
-        arguments: the arguments of the function ``reduction``, for every micro-batch.
-
-    Raises:
-        TypeError: the function does not return numbers.
-        ValueError: it returns a negative or infinite number, or NaN.
+    ``reduction``: "mean", "sum", or a function that returns the number by which a micro-batch's loss is divided;
+    ``arguments``: its arguments, for every micro-batch. Raises TypeError if it does not return numbers, ValueError for
+    a negative or infinite number, or NaN.
     """
     count = len(micro_batches.rows)
     weight = None

@@ -579,12 +579,10 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 
 
 class FunctionCalls:
-    """Redirects calls of autograd Functions to ``instead``.
+    """Redirects calls of autograd Functions to ``instead``, if ``is_asked`` returns True when a call begins.
 
-    Args:
-        instead: takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
-            runs with the caller's grad mode.
-        is_asked: returns whether to redirect the call that begins now.
+    ``instead`` takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
+    runs with the caller's grad mode.
     """
 
     def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:

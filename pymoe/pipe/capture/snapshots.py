@@ -193,15 +193,10 @@ def freeze(
 ) -> Tokens:
     """Return the tokens of a value and of everything in it, at any depth. Equal tokens mean equal values.
 
-    Args:
-        value: any value.
-        own: ids of objects whose contents are ignored, because they are checked elsewhere.
-        watch: the values within ``value`` that may change are added to it.
-        names: begins with the name of the value; the name of every token is added.
-        is_strict: whether to refuse a value, or one inside its containers, whose class hides its state.
-
-    Raises:
-        Unwatchable: the value holds more than a million others, or ``is_strict`` refuses it.
+    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. ``watch``: gets the values
+    that may change. ``names``: begins with the name of the value, and gets the name of every token. Raises Unwatchable
+    if the value holds more than a million others; with ``is_strict`` also if its class, or that of a value inside its
+    containers, hides its state.
     """
     tokens: Tokens = []
     seen: dict[int, int] = {}

@@ -1,17 +1,11 @@
 """Finds out what a forward writes, and controls writes to layers that stages of a pipe, or several pipes, share.
 
-Every forward is compared, since one may begin to write at any time. Python values are compared by identity; tensors by
-version counter and address, and tensors in host memory also by fingerprints of the memory, because many writes bypass
-the counter (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that are not
-parameters are always copied. :mod:`pymoe.pipe.execution.held_values` describes what is found in modules.
-
-State that cannot be put back for a recomputation (attributes of objects other than modules, closures of functions,
-attributes of classes, iterators) is compared, but never changed: a stage that changes such state keeps its graphs.
-
-Some writes that change no version are missed: writes to a part of a tensor of more than 4 KiB, in forwards whose sample
-of the memory misses that part (the first, second, fourth, eighth... forward of a stage reads everything, and a part
-that is written every time is found eventually); writes to CUDA tensors, because reading them would wait for the device;
-and writes to tensors of classes other than torch's own. Writes by other threads count as the forward's own.
+Every forward is compared, since one may begin to write at any time: Python values by identity; tensors by version
+counter and address, and in host memory also by fingerprints, because many writes bypass the counter. Small tensors that
+are not parameters are always copied. State that cannot be put back (:mod:`pymoe.pipe.execution.held_values` says what
+is found) is compared, but never changed: a stage that changes it keeps its graphs. The page
+docs/concepts/determinism.md lists what is put back, which writes are missed, and what stages and pipes may share.
+Writes by other threads count as the forward's own.
 """
 
 from __future__ import annotations
@@ -397,12 +391,11 @@ def _drawn(seen: Seen) -> list[Any]:
 
 # Shared layers.
 #
-# Stages of a pipe run concurrently. They may share parameters freely, and tables that forwards read. But state that
-# their forwards write (running statistics, a scale, a cache) has to be written and read by one stage after the other,
-# and by one micro-batch after the other. So the first of these stages starts a micro-batch only after the last of them
-# has finished the previous one, if the schedule allows that (``ActionPlan``); otherwise no forward may write. Each step
-# finds out which stages write. Stages whose forwards have written nothing in the last step take no turns as long as
-# their shared state, except parameters, has not changed since; if a stage writes nevertheless, the step fails.
+# State that forwards write has to be written and read by one stage after the other, and by one micro-batch after the
+# other. So the first of the stages that share it starts a micro-batch only after the last of them has finished the
+# previous one, if the schedule allows that (``ActionPlan``); otherwise no forward may write. Stages whose forwards have
+# written nothing in the last step take no turns as long as their shared state, except parameters, has not changed
+# since; if a stage writes nevertheless, the step fails.
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 """Buffers of batch norms and observers, which kernels write to without changing the version counter."""
@@ -411,11 +404,8 @@ _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
     """Return, for each stage, the :class:`Turns` that orders its forwards; None for a stage that shares no state.
 
-    Stages that share state, directly or through other stages, get the same object.
-
-    Args:
-        layouts: what the modules of each stage hold.
-        known: turns from earlier calls, which are used again where the same stages share the same state.
+    Stages that share state, directly or through other stages, get the same object. ``layouts``: what the modules of
+    each stage hold. ``known``: turns from earlier calls, to be used again where the same stages share the same state.
     """
     users: dict[Any, list[int]] = {}
     for number, layout in enumerate(layouts):
@@ -549,11 +539,9 @@ class StageLock:
         return StageLock, ()
 
 
-# Steps of several pipes may run at the same time, in several threads, but then no forward may write to what they share:
-# updates would be lost, and a step would see state that another has restored for a recomputation. So the second step
-# compares the shared state at its own beginning and at the end of the first step. If the state has changed, or was
-# restored in between, both steps fail. Steps of one pipe run one after the other anyway, and the steps of a pipe inside
-# a stage belong to the outer step.
+# While steps of several pipes run at the same time, no forward may write to what they share. So the second step
+# compares the shared state at its own beginning and at the end of the first step; if it has changed, or was restored in
+# between, both steps fail. The steps of a pipe inside a stage belong to the outer step.
 
 _lock = threading.RLock()
 _running: list[RunningStep] = []

@@ -78,12 +78,9 @@ class ActionPlan:
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Raise ScheduleError if the schedule cannot run.
+        """Plan the actions of these kinds; results of the others exist already. Raise ScheduleError if none can run.
 
-        Args:
-            schedule: what to do.
-            kinds: the actions to run; the results of the others exist already.
-            in_turns: stages whose forwards must run in the order of the model, one micro-batch after the other.
+        ``in_turns``: stages whose forwards must run in the order of the model, one micro-batch after the other.
         """
         self.schedule = schedule
         self.workers = schedule.workers

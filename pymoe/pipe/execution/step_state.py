@@ -78,13 +78,10 @@ class Activation(GradAccumulator):
     def forward(
         self, received: Sequence[StageValue], graphs: bool, recompute: StageRecompute | None = None
     ) -> list[StageValue]:
-        """Run the stage's function and return what the stage sends.
+        """Run the stage's function on the values of its inputs, and return what the stage sends.
 
-        Args:
-            received: the values of the stage's inputs.
-            graphs: whether there will be a backward; without one nothing is kept.
-            recompute: the stage's recomputation; the inputs are kept instead of the graph, if there can be a graph.
-                None: keep the graph.
+        ``graphs``: there will be a backward; without one nothing is kept. ``recompute``: the stage's recomputation; the
+        inputs are kept instead of the graph, if there can be a graph. None: keep the graph.
         """
         device = self._stage.device
         if not graphs:
