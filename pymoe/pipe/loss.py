@@ -31,26 +31,25 @@ Unflatten = Callable[[Sequence[Any]], Any]
 PLAIN = (type(None), bool, int, float, str)
 
 
-def with_loss(
-    pipeline: Pipeline,
-    loss_fn: LossFunction | None,
-    has_target: bool,
-    unflatten: Unflatten,
-    own: int,
-    uncounted: frozenset[int],
-    is_read: bool,
-) -> Pipeline:
-    """Return the pipeline with one more stage, which computes the loss and reads its graph.
+class Objective(NamedTuple):
+    """The loss that a step minimises."""
 
-    Args:
-        pipeline: a pipeline with outputs.
-        loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
-        has_target: the new pipeline takes one more input, the target.
-        unflatten: builds the model's output from the pipeline's output values.
-        own: the index of the output value that is the loss, if there is no ``loss_fn``.
-        uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
-        is_read: whether to read the graph of the loss; otherwise the reading is None.
+    loss_fn: LossFunction | None
+    """Called with the model's output and, if there is one, the target. None: the output is the loss."""
+    has_target: bool
+    """True if the pipeline takes one more input, the target."""
+    unflatten: Unflatten
+    """Builds the model's output from the pipeline's output values."""
+    own: int
+    """The index of the output value that is the loss, if there is no ``loss_fn``."""
+
+
+def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
+    """Return the pipeline with one more stage: it computes the loss and, if it ``is_read``, the reading of its graph.
+
+    ``uncounted``: micro-batches for which the loss function is not called, and whose loss is 0.
     """
+    loss_fn, has_target, unflatten, own = objective
     reading: tuple[Source, ...] = ()
     if is_read and loss_fn is None:
         read = with_reading(pipeline, own)

@@ -20,7 +20,7 @@ from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import have_tangents
 from pymoe.pipe.execution.plan import Engine, run_in_one_graph
 from pymoe.pipe.execution.step_state import recomputed
-from pymoe.pipe.loss import LossWrapper, Reduction, weigh
+from pymoe.pipe.loss import LossWrapper, Objective, Reduction, weigh
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import OwnStages, SequentialModel, Taken
 from pymoe.pipe.stages import (
@@ -337,17 +337,10 @@ class Pipe(nn.Module):
         if not self._has_stepped:
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
-        return self._engine.step(
-            staged.pipeline,
-            micro_batches,
-            planned,
-            self._recomputed(count),
-            loss_fn,
-            has_target,
-            staged.minimised if loss_fn is None else staged.unflatten_outputs,
-            staged.loss or 0,
-            weights,
-        )
+        unflatten = staged.minimised if loss_fn is None else staged.unflatten_outputs
+        pipeline = staged.pipeline  # before the loss, which is that of its capture
+        objective = Objective(loss_fn, has_target, unflatten, staged.loss or 0)
+        return self._engine.step(pipeline, micro_batches, planned, self._recomputed(count), objective, weights)
 
     def _look_at_layers(self, micro_batches: int) -> None:
         if micro_batches > 1 and self.training not in self._modes_seen:

@@ -243,13 +243,7 @@ class RankStep(Step):
     """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
 
     def __init__(
-        self,
-        planned: _Planned,
-        transport: Transport,
-        number: int,
-        count: int,
-        graphs: bool,
-        recomputed: range,
+        self, planned: _Planned, transport: Transport, number: int, count: int, graphs: bool, recomputed: range
     ) -> None:
         """Begin step ``number``, which is the same on all ranks. The other arguments are those of :class:`Step`."""
         self.plan, self.tied, self.transport, self.number = planned.plan, planned.tied, transport, number

@@ -46,9 +46,8 @@ from pymoe.pipe.execution.step_state import StageRecompute, StepState
 from pymoe.pipe.loss import (
     CALL,
     STEP,
-    LossFunction,
     LossWeights,
-    Unflatten,
+    Objective,
     check_readings,
     holds_no_tensors,
     with_loss,
@@ -430,23 +429,19 @@ class Engine:
         micro_batches: MicroBatches,
         schedule: Schedule,
         recomputed: range,
-        loss_fn: LossFunction | None,
-        has_target: bool,
-        unflatten: Unflatten,
-        own_loss: int,
+        objective: Objective,
         weights: LossWeights,
     ) -> torch.Tensor:
         """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
 
-        The last value in ``micro_batches`` is the target, if there is one; :func:`pymoe.pipe.loss.with_loss` computes
-        the loss. ``recomputed``: the micro-batches whose forward is recomputed. ``weights``: the weights of their
-        losses. Returns (micro-batches,): the losses.
+        The last value in ``micro_batches`` is the target, if there is one. ``recomputed``: the micro-batches whose
+        forward is recomputed. ``weights``: the weights of their losses. Returns (micro-batches,): the losses.
         """
-        arguments = pipeline, loss_fn, has_target, unflatten, own_loss, weights.uncounted, weights.are_rows
+        arguments = pipeline, objective, weights.uncounted, weights.are_rows
         known, ended = self._with_loss  # most steps have the same arguments as the previous one
         if ended is None or known != arguments:
             ended = with_loss(*arguments)
-            self._with_loss = (arguments, ended) if holds_no_tensors(loss_fn) else ((), None)
+            self._with_loss = (arguments, ended) if holds_no_tensors(objective.loss_fn) else ((), None)
         graphs = graphs_are_made()
         state = self._begin(ended, micro_batches, graphs, recomputed, weights.shares)
         try:

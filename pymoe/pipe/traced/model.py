@@ -200,19 +200,9 @@ class TracedModel(StagedModel):
             part.add(stage.graph, captured.training)
             part.training = captured.training
         pipeline = Pipeline(self._stages(number, made.stages), len(captured.arguments.names), made.outputs)
-        loss = self._find_loss(captured, made)
-        guards = captured.guards(self.module)
-        variant = _Variant(
-            number,
-            captured.arguments,
-            captured.input_checks,
-            guards,
-            captured.out_spec,
-            made.leaves,
-            pipeline,
-            loss,
-            self._structure,
-        )
+        loss, guards = self._find_loss(captured, made), captured.guards(self.module)
+        of_call = captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves
+        variant = _Variant(number, *of_call, pipeline, loss, self._structure)
         self._variants.append(variant)
         return variant
 
