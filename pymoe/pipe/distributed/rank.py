@@ -247,7 +247,7 @@ class RankStep(Step):
     ) -> None:
         """Begin step ``number``, which is the same on all ranks. The other arguments are those of :class:`Step`."""
         self.plan, self.tied, self.transport, self.number = planned.plan, planned.tied, transport, number
-        super().__init__(self.plan.pipeline.stages, self.plan.uses, count, graphs, planned.recompute, recomputed)
+        super().__init__(self.plan.pipeline, self.plan.uses, count, graphs, planned.recompute, recomputed)
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
         # Leaves and summed gradients by stage, once its backwards have run.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -276,12 +276,10 @@ class RankStep(Step):
         position = micro_batch * len(pipeline.stages) + stage
         with in_pipeline(RandomStream(self._source, -1)):
             # The weight is 1.0 here, because weights are only known at the end of the step.
-            made = self.run_forward(stage, micro_batch, 1.0, self._source, position)
+            self.run_forward(stage, micro_batch, 1.0, self._source, position)
         for boundary in received:
             refuse_unseen_edit(boundary, stage)
         del received
-        self.keep(micro_batch, pipeline.made[stage], made)
-        del made
         if plan.sent[stage]:
             takers = self._takers(stage, micro_batch)
             for rank, sources in plan.sent[stage].items():

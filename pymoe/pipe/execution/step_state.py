@@ -83,14 +83,11 @@ class Activation(GradAccumulator):
         ``graphs``: there will be a backward; without one nothing is kept. ``recompute``: the stage's recomputation; the
         inputs are kept instead of the graph, if there can be a graph. None: keep the graph.
         """
-        device = self._stage.device
+        device, about, stream = self._stage.device, self._micro_batch, RandomStream(self._random, self._position)
         if not graphs:
-            arguments = [receive_value(value, device) for value in received]
-            return [
-                flatten_value(output, BoundaryTensor)
-                for output in self._call(self._stream(), self._micro_batch, arguments)
-            ]
-        graph, about = Graph(self._stream(), device), self._micro_batch
+            outputs = self._call(stream, about, [receive_value(value, device) for value in received])
+            return [flatten_value(output, BoundaryTensor) for output in outputs]
+        graph = Graph(stream, device)
         if recompute is not None and not recompute.trains:  # without a graph, recomputing would save no memory
             recompute = recompute if any(leaf.accumulator is not None for leaf in boundaries_of(received)) else None
         if recompute is not None:
@@ -150,10 +147,6 @@ class Activation(GradAccumulator):
         modules = () if self._recomputation is None else self._stage.modules
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
-    def _stream(self) -> RandomStream:
-        """Return the random numbers of this forward from their beginning: a recomputation draws the same ones."""
-        return RandomStream(self._random, self._position)
-
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the stage's function. ``finally`` calls nothing, because Ctrl-C could come at a call."""
         streams, contexts = random_streams.this_thread, context.this_thread
@@ -166,7 +159,8 @@ class Activation(GradAccumulator):
 
     def _recompute(self, again: bool) -> Graph:
         """Make the graph by running the forward again. ``again``: the forward will be recomputed once more later."""
-        graph = Graph(self._stream(), self._stage.device)
+        # The same random numbers as in the first run, from their beginning.
+        graph = Graph(RandomStream(self._random, self._position), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
         if len(graph.roots) != len(self.grads):
             raise RuntimeError(
@@ -320,7 +314,7 @@ class Step:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        pipeline: Pipeline,
         uses: Mapping[Source, int],
         count: int,
         graphs: bool,
@@ -335,12 +329,13 @@ class Step:
         self.count = count
         self.graphs = graphs
         self.recompute = recompute
-        self._stages = stages
+        self._stages = pipeline.stages
+        self._made = pipeline.made
         self._uses = uses
         self._values: list[dict[Source, StageValue]] = [{} for _ in range(count)]
         self._uses_left: dict[tuple[int, Source], int] = {}  # of values that were used, and have several uses
         self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
-        self._begun = [0] * len(stages)  # numbers of forwards
+        self._begun = [0] * len(pipeline.stages)  # numbers of forwards
         self._recomputed = recomputed
         self._thread_state = current()
         if recomputed:
@@ -368,12 +363,12 @@ class Step:
     def run_forward(
         self, number: int, micro_batch: int, weight: float, random: RandomSource, position: int, is_loss: bool = False
     ) -> list[StageValue]:
-        """Run the forward of stage ``number``, with random numbers from ``position``; return what the stage sends.
+        """Run the forward of stage ``number``, with random numbers from ``position``; keep and return what it sends.
 
         ``is_loss``: the stage computes the loss, as a part of the stage before it, and is never recomputed.
         """
-        stage, recompute = self._stages[number], self.recompute[number]
-        received = [*map(self._values[micro_batch].__getitem__, stage.inputs)]
+        stage, recompute, here = self._stages[number], self.recompute[number], self._values[micro_batch]
+        received = [*map(here.__getitem__, stage.inputs)]
         begun = self._begun[number] = self._begun[number] + 1
         about = MicroBatch(micro_batch, self.count, weight, False, False, number - is_loss, begun == self.count, random)
         activation = Activation(stage, about, random, position, self._thread_state)
@@ -384,6 +379,9 @@ class Step:
             self._activations[number, micro_batch] = activation
         del received
         self.count_use(micro_batch, stage.inputs)
+        for source, value in zip(self._made[number], sent, strict=False):  # as keep() does, without a call
+            if self._uses[source]:
+                here[source] = value
         return sent
 
 
@@ -411,7 +409,7 @@ class StepState(Step):
         the pipes that run this one inside a stage.
         """
         count = len(micro_batches.values)
-        super().__init__(pipeline.stages, pipeline.uses, count, graphs, recompute, recomputed)
+        super().__init__(pipeline, pipeline.uses, count, graphs, recompute, recomputed)
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
         self.pipeline = pipeline
@@ -436,9 +434,13 @@ class StepState(Step):
         """Perform one action, on a thread of the pipeline: see :meth:`PlanRun.perform_actions`."""
         stage, micro_batch, kind = action
         if kind is FORWARD:
-            self._forward(stage, micro_batch)
+            weight, random, stages = self._weights[micro_batch], self._random, self._last + 1
+            self.run_forward(stage, micro_batch, weight, random, micro_batch * stages + stage)
             if self._loss_weights is not None and stage == self._last:
-                self._forward(stage + 1, micro_batch)
+                position = self.count * stages + micro_batch
+                loss, reading = self.run_forward(stages, micro_batch, weight, random, position, is_loss=True)
+                self._take_loss(micro_batch, loss.leaves[0])
+                self.readings[micro_batch] = reading.leaves[0]
             return
         if self._loss_weights is not None and stage == self._last and kind is not Kind.BACKWARD_WEIGHT:
             self._activations.pop((stage + 1, micro_batch)).backward(self._sums[stage + 1])
@@ -452,15 +454,6 @@ class StepState(Step):
             activation.backward_weight(self._sums[stage])
         if not self._will_repeat:
             del self._activations[stage, micro_batch]
-
-    def _forward(self, number: int, index: int) -> None:
-        is_loss = number > self._last
-        position = self.count * number + index if is_loss else index * (self._last + 1) + number
-        sent = self.run_forward(number, index, self._weights[index], self._random, position, is_loss)
-        if is_loss:
-            self._take_loss(index, sent[0].leaves[0])
-            self.readings[index] = sent[1].leaves[0]
-        self.keep(index, self.pipeline.made[number], sent)
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
         """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
