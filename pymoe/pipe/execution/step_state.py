@@ -14,6 +14,7 @@ or that was not copied, the graph is kept.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -332,7 +333,8 @@ class Step:
         self._stages = pipeline.stages
         self._made = pipeline.made
         self._uses = uses
-        self._values: list[dict[Source, StageValue]] = [{} for _ in range(count)]
+        # By micro-batch. Ranks may have to guess the number of micro-batches, so there may be more than ``count``.
+        self._values: defaultdict[int, dict[Source, StageValue]] = defaultdict(dict)
         self._uses_left: dict[tuple[int, Source], int] = {}  # of values that were used, and have several uses
         self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
         self._begun = [0] * len(pipeline.stages)  # numbers of forwards
@@ -419,8 +421,8 @@ class StepState(Step):
         self._weights = micro_batches.weights
         cross = self.inputs.cross if graphs else BoundaryTensor
         given = [(number, source) for number in range(pipeline.inputs) if self._uses[source := Source(INPUT, number)]]
-        for here, values in zip(self._values, micro_batches.values, strict=True):
-            here.update((source, flatten_value(values[number], cross)) for number, source in given)
+        for index, values in enumerate(micro_batches.values):
+            self._values[index] = {source: flatten_value(values[number], cross) for number, source in given}
         self._will_repeat = False  # true if another backward pass will follow
         self._loss_weights = loss_weights
         # The last stage that is in schedules.
@@ -482,8 +484,8 @@ class StepState(Step):
         Raises:
             RuntimeError: a later stage has changed an output in place that needs gradients.
         """
-        values, self._values = self._values, []
-        outputs = [[here[source] for source in self.pipeline.outputs] for here in values]
+        values, self._values = self._values, defaultdict(dict)
+        outputs = [[here[source] for source in self.pipeline.outputs] for here in values.values()]
         for leaf in [leaf for row in outputs for leaf in boundaries_of(row)]:
             if leaf.accumulator is not None:
                 receive(leaf, None)
@@ -512,5 +514,5 @@ class StepState(Step):
 
     def release(self) -> None:
         """Release all values, graphs and gradients."""
-        self._values, self._activations, self._sums = [], {}, []
+        self._values, self._activations, self._sums = defaultdict(dict), {}, []
         self.inputs = StepInputs()
