@@ -95,7 +95,7 @@ PYTHON_MAY_USE = {
         "_torch_private",
         "_transforms",
     },
-    "pipe/auxiliary": {"nn", "pipe"},
+    "pipe/context": {"autograd", "nn", "pipe"},
     "remote": {"_common", "runtime", "remote", "_errors"},
     "remote/cli": {"_common", "runtime", "remote", "integrations"},  # metrics for Prometheus, on request
     "integrations": {

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from pymoe._errors import add_note
 from pymoe._torch_private import pytree
-from pymoe.pipe.auxiliary import with_auxiliary_losses
-from pymoe.pipe.context import is_recomputing, micro_batch
+from pymoe.pipe.context import is_recomputing, micro_batch, with_auxiliary_losses
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, has_no_value, read_loss
 from pymoe.pipe.python_values import held_by
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
@@ -32,26 +31,25 @@ Unflatten = Callable[[Sequence[Any]], Any]
 PLAIN = (type(None), bool, int, float, str)
 
 
-def with_loss(
-    pipeline: Pipeline,
-    loss_fn: LossFunction | None,
-    has_target: bool,
-    unflatten: Unflatten,
-    own: int,
-    uncounted: frozenset[int],
-    is_read: bool,
-) -> Pipeline:
-    """Return the pipeline with one more stage, which computes the loss and reads its graph.
+class Objective(NamedTuple):
+    """The loss that a step minimises."""
 
-    Args:
-        pipeline: a pipeline with outputs.
-        loss_fn: called with the model's output and, if there is one, the target. None: the output is the loss.
-        has_target: the new pipeline takes one more input, the target.
-        unflatten: builds the model's output from the pipeline's output values.
-        own: the index of the output value that is the loss, if there is no ``loss_fn``.
-        uncounted: micro-batches for which ``loss_fn`` is not called, and whose loss is 0.
-        is_read: whether to read the graph of the loss; otherwise the reading is None.
+    loss_fn: LossFunction | None
+    """Called with the model's output and, if there is one, the target. None: the output is the loss."""
+    has_target: bool
+    """True if the pipeline takes one more input, the target."""
+    unflatten: Unflatten
+    """Builds the model's output from the pipeline's output values."""
+    own: int
+    """The index of the output value that is the loss, if there is no ``loss_fn``."""
+
+
+def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
+    """Return the pipeline with one more stage: it computes the loss and, if it ``is_read``, the reading of its graph.
+
+    ``uncounted``: micro-batches for which the loss function is not called, and whose loss is 0.
     """
+    loss_fn, has_target, unflatten, own = objective
     reading: tuple[Source, ...] = ()
     if is_read and loss_fn is None:
         read = with_reading(pipeline, own)
@@ -193,18 +191,11 @@ def weigh(
     loss_fn: Callable[..., Any] | None,
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> LossWeights:
-    """Return the weights of the micro-batches' losses.
+    """Return the weights of the micro-batches' losses. The divisor of torch's own losses is known.
 
-    Args:
-        micro_batches: the numbers of rows.
-        reduction: ``"mean"``, ``"sum"``, or a function that returns the number by which a micro-batch's loss is
-            divided.
-        loss_fn: the loss function; the divisor of torch's own losses is known.
-        arguments: the arguments of the function ``reduction``, for every micro-batch.
-
-    Raises:
-        TypeError: the function does not return numbers.
-        ValueError: it returns a negative or infinite number, or NaN.
+    ``reduction``: "mean", "sum", or a function that returns the number by which a micro-batch's loss is divided;
+    ``arguments``: its arguments, for every micro-batch. Raises TypeError if it does not return numbers, ValueError for
+    a negative or infinite number, or NaN.
     """
     count = len(micro_batches.rows)
     weight = None

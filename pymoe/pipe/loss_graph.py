@@ -44,25 +44,10 @@ MAX_FOLLOWED_NODES = 10_000
 MAX_PARAMETER_NODES = 100
 """Largest number of nodes that are read to find that a number depends only on parameters."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
-_HIDE_NO_DATA = {
-    *_OF_TWO,
-    *("Abs", "Clamp", "Exp", "Log", "Log1P", "LogSigmoidForward", "Neg", "Pow", "Reciprocal", "Relu", "Rsqrt"),
-    *("Sigmoid", "Softmax", "Softplus", "Sqrt", "Tanh"),
-    *(
-        "Alias",
-        "Clone",
-        "Expand",
-        "Permute",
-        "Select",
-        "Squeeze",
-        "T",
-        "Transpose",
-        "Unsqueeze",
-        "View",
-        "ReshapeAlias",
-    ),
-    *("Cat", "LinalgVectorNorm", "Mean", "Mm", "Norm", "Split", "Stack", "Sum", "ToCopy", "Unbind"),
-}
+_ELEMENTS = "Abs Clamp Exp Log Log1P LogSigmoidForward Neg Pow Reciprocal Relu Rsqrt Sigmoid Softmax Softplus Sqrt Tanh"
+_OF_PLACES = "Alias Clone Expand Permute Select Squeeze T Transpose Unsqueeze View ReshapeAlias Cat Split Stack Unbind"
+_OF_SUMS = "LinalgVectorNorm Mean Mm Norm Sum ToCopy"
+_HIDE_NO_DATA = {*_OF_TWO, *_ELEMENTS.split(), *_OF_PLACES.split(), *_OF_SUMS.split()}
 """Operators whose results depend only on tensors that get gradients. (An embedding also depends on indices.)"""
 _FUSED = "linear_cross_entropy"
 """A part of the names of torch's nodes that hide a cross entropy with its weights."""
@@ -114,12 +99,10 @@ class LossReading:
 
 
 def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossReading | None:
-    """Return the reading of the graph of a loss; None: the loss has no graph.
+    """Return the reading of the graph of a loss, a tensor with one element; None: the loss has no graph.
 
-    Args:
-        loss: a tensor with one element.
-        ends: nodes of the model's outputs; values that do not depend on them are constants. None: everything depends on
-            the model.
+    ``ends``: nodes of the model's outputs; values that do not depend on them are constants. None: everything depends on
+    the model.
     """
     if loss.grad_fn is None:
         return None

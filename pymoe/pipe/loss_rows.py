@@ -46,9 +46,8 @@ _CONTRACTIONS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Baddbmm", "Addmv", 
 PROPORTIONAL = LINEAR | _MOVES | _CONTRACTIONS
 _OVER_A_DIMENSION = {
     *("Softmax", "LogSoftmax", "SafeSoftmax", "Logsumexp", "Logcumsumexp", "LinalgVectorNorm", "Norm", "Prod"),
-    "Cumprod",
-    *("Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort", "Median"),
-    *("Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
+    *("Cumprod", "Max", "Min", "Amax", "Amin", "Aminmax", "Std", "Var", "StdMean", "VarMean", "Topk", "Sort"),
+    *("Median", "Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin", "Roll", "Flip"),
 }
 """Operators that combine or move all elements along their dimensions."""
 
@@ -100,12 +99,8 @@ class Rows:
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
-    """Return the findings about rows in the graph of a loss; None if the graph has more than ``most`` nodes.
-
-    Args:
-        root: the loss's node.
-        ends: nodes of the model's outputs.
-        most: the largest number of nodes to read.
+    """Return the findings about rows in the graph of a loss, from its node ``root`` to ``ends``, those of the model's
+    outputs; None if the graph has more than ``most`` nodes.
     """
     rows = Rows(ends)
     todo = [] if root in ends else [root]

@@ -11,18 +11,21 @@ import torch
 from torch import nn
 
 from pymoe._common.names import also_called, explain_arguments
+from pymoe._torch_private import BatchNormBase
 from pymoe._transforms import torch_func_is_active
 from pymoe.autograd.compiler_disable import compiler_disable
-from pymoe.pipe.advice import warn_of_micro_batches, warn_of_no_gain
 from pymoe.pipe.capture.errors import stack_level
-from pymoe.pipe.execution.engine import Engine, run_in_one_graph
+from pymoe.pipe.context import has_capacity
+from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.execution.graph import have_tangents
+from pymoe.pipe.execution.plan import Engine, run_in_one_graph
 from pymoe.pipe.execution.step_state import recomputed
-from pymoe.pipe.loss import LossWrapper, Reduction, weigh
+from pymoe.pipe.loss import LossWrapper, Objective, Reduction, weigh
 from pymoe.pipe.schedules import Record, Schedule
 from pymoe.pipe.sequential import OwnStages, SequentialModel, Taken
 from pymoe.pipe.stages import (
     ALL_HOOKS,
+    CALL_HOOKS,
     ByStage,
     Call,
     PipeInfo,
@@ -85,12 +88,8 @@ class Pipe(nn.Module):
     the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that is
     not registered with ``torch.utils._pytree`` must not hold tensors that need gradients.
 
-    A recomputed forward runs with the state of the first run: parameters, buffers, tensors, arrays and other values in
-    attributes of modules, and in lists and dictionaries there. Globals are not tracked. Of writes that autograd does
-    not count (such as ``x.data.mul_()``), those to CUDA tensors are missed, and some to a part of a tensor of more than
-    4 KiB that begin late. The page docs/concepts/determinism.md has the details.
-
-    Pipes that share layers may run at the same time, in several threads, while no forward writes to what they share.
+    A recomputed forward runs with the state of the first run, as far as modules hold it; the page
+    docs/concepts/determinism.md says which state that is, and which stages and pipes may share layers that they change.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
@@ -298,9 +297,7 @@ class Pipe(nn.Module):
                 weight: ``loss_fn`` is not called, and its loss is 0. For torch's own losses, given as they are or by
                 ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. The graph of any
                 other loss is checked before gradients are added: each term of a mean over rows must depend on one row
-                only. The check cannot see rows that are combined outside of the graph (in ``detach()``, in the target),
-                in an ``autograd.Function`` or in compiled code. The page docs/tutorials/pipeline_sequential.md lists
-                what is checked and what is not.
+                only. The page docs/tutorials/pipeline_sequential.md lists what is checked and what is not.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -309,10 +306,7 @@ class Pipe(nn.Module):
         Raises:
             TypeError: the model does not take these arguments.
             ValueError: an argument is out of range, tensors have different numbers of rows, or losses are seen not to
-                be means over rows and ``reduction`` is "mean": they divide by the number of tokens that are not
-                padding, by a mask or by class weights; they are sums; they take a norm, maximum, variance or the like
-                of a whole micro-batch; they are functions or products of means; they compute with several rows at once,
-                as contrastive losses and covariances do.
+                be means over rows and ``reduction`` is "mean".
             RuntimeError: the loss does not require gradients.
             NotImplementedError: tensors have tangents of forward-mode differentiation, which a step does not propagate.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
@@ -343,17 +337,10 @@ class Pipe(nn.Module):
         if not self._has_stepped:
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
-        return self._engine.step(
-            staged.pipeline,
-            micro_batches,
-            planned,
-            self._recomputed(count),
-            loss_fn,
-            has_target,
-            staged.minimised if loss_fn is None else staged.unflatten_outputs,
-            staged.loss or 0,
-            weights,
-        )
+        unflatten = staged.minimised if loss_fn is None else staged.unflatten_outputs
+        pipeline = staged.pipeline  # before the loss, which is that of its capture
+        objective = Objective(loss_fn, has_target, unflatten, staged.loss or 0)
+        return self._engine.step(pipeline, micro_batches, planned, self._recomputed(count), objective, weights)
 
     def _look_at_layers(self, micro_batches: int) -> None:
         if micro_batches > 1 and self.training not in self._modes_seen:
@@ -541,34 +528,10 @@ def pipeline(
     stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model stays as it is, and
     still shares its parameters and buffers with the pipe.
 
-    The model's Python code runs when the model is captured, not when the pipe runs. What the code does and reads then
-    falls into four groups:
-
-    - watched, so that a change leads to another capture at the next call: modes; hooks; submodules; attributes of
-      modules and of their classes, and those that were put on parameters and buffers; global variables, variables of
-      enclosing functions, defaults; everything that these hold, in containers, objects, classes and functions, at any
-      depth and in any number; environment variables; numbers made of a tensor that is not a buffer, as by ``item()``;
-      torch's default dtype and device; and, once the code asks for one, dtypes, grad mode, autocast, what requires
-      gradients, and torch's numbers of threads, precision of products, deterministic and anomaly modes. Parameters and
-      buffers may be replaced at any time by others of their shape, and tied or untied;
-    - called as they are, without being cut, whenever the pipe runs: modules with hooks, and modules whose forward
-      changes attributes, if no boundary is inside; ``opaque`` ones; autograd Functions; layers of :mod:`pymoe.nn`,
-      recurrent layers, deferred batch norms;
-    - refused: changes of attributes and of other values outside of such modules, random numbers that do not come
-      from torch's default generators, generators without a seed, seeds, hooks on tensors and on nodes of autograd,
-      ``saved_tensors_hooks``, gradients within the forward, ``.grad``, decisions by values of tensors; attributes that
-      return a different value in every call (iterators, queues), or that hide their state (objects of C extensions that
-      cannot be pickled);
-    - fixed at capture, later changes being unnoticed: clocks, files and other outside input; the state of loggers and
-      locks; what functions of Python itself and of installed packages read (``decimal`` contexts, numpy's settings,
-      ``torch.backends``), except in the files of the model's own classes, and which functions these packages have; what
-      ``functools.cache`` keeps; variables whose names are composed when the code runs; and of arguments: memory layout,
-      attributes, whether one is a ``Parameter``, and whether two are the same. ``torch.compiler.is_compiling()`` and
-      ``is_exporting()`` are true in a capture, ``type(x) is torch.Tensor`` is false, and a size is not an ``int`` and
-      prints differently; the graph does what the code does then. For example, the graph of ``nn.TransformerEncoder`` in
-      evaluation is its usual path, also without gradients, where torch's fast path would put zeros into rows that
-      ``src_key_padding_mask`` hides. Code prints only during captures. Hooks of the model itself, and of modules with
-      boundaries inside, are part of the graph: they get micro-batches, and what they compute is part of the result.
+    The model's Python code runs when the model is captured, not when the pipe runs. What the code reads is watched, so
+    that a change leads to another capture at the next call; modules with effects of their own are called as they are,
+    uncut; what a graph cannot do is refused. The page docs/tutorials/pipeline_any_model.md lists what is watched,
+    called as it is, refused, or fixed at capture.
 
     Args:
         module: any model that can be captured by ``torch.export``.
@@ -640,3 +603,60 @@ def pipeline(
     if len(staged.parts) == 1 and (why := trace.why_one_stage()) is not None:
         warnings.warn(f"pipeline: the model is one stage: {why}", stacklevel=stack_level())
     return Pipe.of(staged, chunks, checkpoint)
+
+
+# Warnings.
+
+
+def warn_of_micro_batches(model: nn.Module) -> None:
+    """Give a UserWarning, at the line of the user's code, for the first layer that mixes the rows of a call and has no
+    other rows than those of a micro-batch.
+    """
+    for name, layer in model.named_modules():
+        # A DeferredBatchNorm was asked for. Others may take running statistics, not those of the rows that they get.
+        is_plain = isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
+        if is_plain and (layer.training or layer.running_mean is None):
+            does = "normalises each micro-batch by itself"
+            remedy = "take LayerNorm or GroupNorm; pymoe.pipe.convert_deferred_batch_norm(model) mends the running "
+            remedy += "statistics alone"
+        elif has_capacity(layer):
+            does, remedy = "may drop tokens past the capacity of each micro-batch", "take capacity_factor=None"
+        else:
+            continue
+        warnings.warn(
+            f"Pipe: {type(layer).__name__} {name!r} {does}, so outputs and gradients may not be those of the "
+            f"whole mini-batch: {remedy}",
+            UserWarning,
+            stacklevel=stack_level(),
+        )
+        return
+
+
+def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
+    """Give a UserWarning, at the line of the user's code that calls the step, if no stages can run at the same time, or
+    if the step does not call the hooks of ``model`` itself (None: it calls them).
+
+    ``rows_are_few``: there are fewer rows than the requested micro-batches.
+    """
+    stages, messages = schedule.stages, []
+    if stages == 1:
+        messages.append(
+            "the pipe has one stage, so nothing runs at the same time: cut the model into more, by balance=[...] with "
+            "the number of layers of each stage, or by more split points"
+        )
+    elif schedule.workers == 1:
+        messages.append(
+            f"the schedule {schedule.name!r} has one worker run all {stages} stages, so nothing runs at the same time: "
+            "cut the model into more stages than a worker has, or take schedule='1f1b'"
+        )
+    elif schedule.micro_batches == 1:
+        chunks = f"give the pipe, or the step, chunks={4 * stages}, say: several for each stage"
+        remedy = "give it more rows" if rows_are_few else chunks
+        messages.append(f"there is one micro-batch, so {stages} stages wait for each other: {remedy}")
+    if model is not None and any(model.__dict__[kind] for kind in CALL_HOOKS):
+        messages.append(
+            "hooks of the model itself are not called, as they see whole mini-batches and a step has micro-batches "
+            "alone: register them on its layers, or call the pipe, pipe(x)"
+        )
+    for message in messages:
+        warnings.warn(f"Pipe.step: {message}", UserWarning, stacklevel=stack_level())

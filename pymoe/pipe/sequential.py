@@ -15,7 +15,7 @@ from torch import nn
 
 from pymoe._common.names import suggestion
 from pymoe.pipe.deferred_batch_norm import convert_deferred_batch_norm
-from pymoe.pipe.execution.shared_layers import StageLock
+from pymoe.pipe.execution.held_state import StageLock
 from pymoe.pipe.skip import InPlace, Key, skip_routes, tracking, verify_skippables
 from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, Structure, place
 

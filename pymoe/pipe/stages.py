@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from pymoe._common.checks import usable_device
 from pymoe._torch_private import pytree
-from pymoe.pipe.auxiliary import with_auxiliary_losses
+from pymoe.pipe.context import with_auxiliary_losses
 
 INPUT = -1
 
@@ -317,7 +317,9 @@ def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Modul
     return "; ".join(found) or f"layers named {', '.join(now) or 'nothing'} in place of {', '.join(then)}"
 
 
-# The dictionaries in which nn.Module keeps its hooks.
+# The dictionaries in which nn.Module keeps its tensors and hooks.
+
+TENSORS = ("_parameters", "_buffers")
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 

@@ -63,6 +63,17 @@ class Unpair(nn.Module):
         return first + second + 0.01 * pair["rows"].to(first.dtype)[:, None].clamp(max=0)
 
 
+class Say(nn.Module):
+    """A layer that calls a given function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 def row_model(seed=0):
     """Return eight layers, whose rows are independent, with skips, tied weights, in-place edits and nested values."""
     torch.manual_seed(seed)
@@ -124,6 +135,15 @@ def step_by_micro_batches(parts, x, y, chunks):
         (loss * (len(b) / len(y))).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def assert_same_gradients(model, plain, rtol=0.0, atol=1e-12):
+    """Compare the gradients of a model with those of another model, or with given ones."""
+    expected = [parameter.grad for parameter in plain.parameters()] if isinstance(plain, nn.Module) else plain
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert (parameter.grad is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(parameter.grad, wanted, rtol=rtol, atol=atol)
 
 
 def sgd(model):

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from kinds_of_hidden_state import KINDS
-from kinds_of_state import Buffer, Norm
+from kinds_of_state import KINDS, Buffer, Norm
 from limits import LONG
+from pipe_models import assert_same_gradients
 from torch import nn
 
 from pymoe.pipe import Pipe
-from pymoe.pipe.execution import held_state, shared_layers
+from pymoe.pipe.execution import held_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning"),
@@ -74,8 +74,8 @@ def test_steps_at_the_same_time_that_share_a_layer_to_which_a_forward_writes_are
     assert all(isinstance(one, RuntimeError) for one in found), found
     assert any("ran at the same time, in two threads, share" in str(one) for one in found)
     assert all(parameter.grad is None for model in models for parameter in model.parameters())
-    assert not shared_layers._running
-    assert not shared_layers._overlaps
+    assert not held_state._running
+    assert not held_state._overlaps
 
 
 @pytest.mark.thinned(usual=30)
@@ -99,8 +99,7 @@ def test_steps_that_share_a_layer_to_which_nobody_writes_run_at_the_same_time(ki
         loss.backward()
         torch.testing.assert_close(losses.mean(), loss)
     for mine, of_plain in zip(models, plain, strict=True):
-        for one, other in zip(mine.parameters(), of_plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        assert_same_gradients(mine, of_plain, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", WRITING)
@@ -179,7 +178,6 @@ def test_a_pipe_in_a_stage_of_another_is_a_part_of_its_step(checkpoint):
         outer.step(torch.ones(6, 4), loss_fn=loss_fn)
         for part in torch.ones(6, 4).chunk(2):
             (loss_fn(made(part)) / 2).backward()
-    for mine, of_plain in zip(outer.parameters(), made.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, of_plain.grad)
+    assert_same_gradients(outer, made, rtol=1.3e-6, atol=1e-5)
     for one, other in zip(outer.buffers(), made.buffers(), strict=True):
         torch.testing.assert_close(one, other)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from pipe_models import CHECKPOINT, SCHEDULES, WIDTH, batches, plain_step, row_model
+from pipe_models import CHECKPOINT, SCHEDULES, WIDTH, assert_same_gradients, batches, plain_step, row_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,14 +20,6 @@ def a_batch(rows=7):
 
 def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def assert_same_gradients(model, expected):
-    for mine, reference in zip(model.parameters(), expected, strict=True):
-        if reference is None:
-            assert mine.grad is None
-        else:
-            torch.testing.assert_close(mine.grad, reference, rtol=0, atol=1e-12)
 
 
 def expected_gradients(x, y, build=row_model):

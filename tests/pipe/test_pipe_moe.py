@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipe_models import CHECKPOINT, SCHEDULES
+from pipe_models import CHECKPOINT, SCHEDULES, assert_same_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,11 +27,6 @@ def build(**options):
 def batch(rows):
     generator = torch.Generator().manual_seed(rows)
     return [torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2)]
-
-
-def assert_same_gradients(model, plain):
-    for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from pipe_models import CHECKPOINT, SCHEDULES, WIDTH, batches
+from pipe_models import CHECKPOINT, SCHEDULES, WIDTH, assert_same_gradients, batches
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,8 +51,7 @@ def to_the_model(build, schedule, checkpoint, balance=None, chunks=3):
         F.mse_loss(plain(x), y).backward()
         pipe = Pipe(model, chunks, checkpoint, balance=balance)
         pipe.step(x, target=y, loss_fn=F.mse_loss, schedule=schedule)
-        for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-12)
+        assert_same_gradients(model, plain)
         torch.testing.assert_close(pipe(x), plain(x), rtol=0, atol=1e-12)
 
 

@@ -8,22 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pipe_models import SCHEDULES, WIDTH, batches, row_model
+from pipe_models import SCHEDULES, WIDTH, Say, assert_same_gradients, batches, row_model
 from torch import nn
 from torch.nn import functional as F
 
 from pymoe.pipe import Pipe, Whole
-
-
-class Say(nn.Module):
-    """A layer that calls a given function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def grow(x):
@@ -73,11 +62,7 @@ def test_it_crosses(name, checkpoint):
         Pipe(model, 3, checkpoint).step(x, target=y, loss_fn=F.mse_loss, schedule="1f1b")
         if expected is not None:
             torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-12)
-        for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
-            if reference.grad is None:
-                assert mine.grad is None
-            else:
-                torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-12)
+        assert_same_gradients(model, plain)
         torch.testing.assert_close(Pipe(model, 3, checkpoint)(x), plain(x), rtol=0, atol=1e-12)
 
 

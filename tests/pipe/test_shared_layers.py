@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pymoe.nn import MoE
+from pymoe.pipe.execution.held_state import turns_of
 from pymoe.pipe.execution.held_values import HeldLayout
-from pymoe.pipe.execution.shared_layers import turns_of
 
 
 class Table(nn.Module):

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from pipe_models import Say
 from torch import nn
 
 from pymoe.pipe import Pipe
@@ -17,17 +18,6 @@ from pymoe.pipe.skip import pop, skippable, stash
 pytestmark = pytest.mark.filterwarnings("ignore:Pipe.step:UserWarning")
 
 WIDTH = 4
-
-
-class Say(nn.Module):
-    """A layer that calls a given function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class Exp(nn.Module):

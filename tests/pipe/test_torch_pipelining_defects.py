@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from pipe_models import assert_same_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -44,12 +45,6 @@ def traced(model, *args, chunks=4, **options):
         options["split_spec"] = {"b": BEGINNING, "c": BEGINNING}
     plain = copy.deepcopy(model)
     return pymoe.pipeline(model, args or (rows(3)[0],), chunks=chunks, **options), plain
-
-
-def assert_same_gradients(model, plain):
-    for (name, mine), (_, reference) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert mine.grad is not None, name
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=0, atol=1e-12)
 
 
 def test_it_runs_in_one_process_without_a_group_and_returns_what_the_model_returns():

@@ -33,6 +33,7 @@ from pymoe.pipe.capture.opaque import (
     must_be_opaque,
 )
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
+from pymoe.pipe.stages import TENSORS
 
 _one_at_a_time = threading.RLock()  # one capture at a time, because torch.export replaces methods of torch's classes
 
@@ -461,9 +462,6 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
     return module
 
 
-_STATE = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-
-
 def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
     """Return the module of ``root`` that stands for the model's module at ``path``; make it if necessary."""
     here, original = root, model
@@ -480,6 +478,6 @@ def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _share(part: nn.Module, original: nn.Module) -> None:
-    for key in _STATE:
+    for key in (*TENSORS, "_non_persistent_buffers_set"):
         part.__dict__[key] = original.__dict__[key]
     part.training = original.training

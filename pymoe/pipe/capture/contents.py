@@ -58,29 +58,11 @@ class Holder(NamedTuple):
 
 _LEAF = Holder(by_identity=True)
 
-_BY_IDENTITY = frozenset(
-    (
-        "_asyncio",
-        "_io",
-        "_random",
-        "_socket",
-        "_thread",
-        "asyncio",
-        "ast",
-        "concurrent",
-        "inspect",
-        "io",
-        "logging",
-        "numpy",
-        "pymoe",
-        "random",
-        "re",
-        "socket",
-        "subprocess",
-        "torch",
-        "typing",
-    )
+_WATCHED_ELSEWHERE = (
+    "_asyncio _io _random _socket _thread asyncio ast concurrent inspect io logging numpy pymoe random re socket "
+    "subprocess torch typing"
 )
+_BY_IDENTITY = frozenset(_WATCHED_ELSEWHERE.split())
 """Packages whose objects are compared by identity: locks, files, loggers, and random generators, whose use is watched
 elsewhere.
 """
@@ -140,12 +122,13 @@ def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> 
             continue
         seen[id(value)] = value  # keeps the value alive, so that its id stays unique
         yield value
-        held = contents(value)
-        if len(held) < _FEW or not set(map(type, held)) <= SCALARS:
+        if not has_many_scalars(held := contents(value)):
             queue += held
 
 
-_FEW = 32
+def has_many_scalars(held: list[Any]) -> bool:
+    """Return whether a container holds numbers and strings alone, and too many to look at each."""
+    return len(held) >= 32 and set(map(type, held)) <= SCALARS
 
 
 # Kinds.

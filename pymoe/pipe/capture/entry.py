@@ -37,13 +37,9 @@ class ModelRun:
     attributes, and of Python values elsewhere, are undone after the run. An exception of the model is raised as
     :class:`Stopped`.
 
-    Args:
-        model: the model.
-        arguments: the arguments of the example call, including those that are constants.
-        opaque: its opaque modules.
-        external: the values outside of the model that its code may read and change.
-        ambient: the caller's state, as ``ambient_answers`` returns it.
-        finds_line: whether to look for the line that does something a graph cannot do; this takes much longer.
+    ``arguments``: those of the example call, including constants. ``external``: the values outside of the model that
+    its code may read and change. ``ambient``: the caller's state, as ``ambient_answers`` returns it. ``finds_line``:
+    look for the line that does something a graph cannot do, which takes much longer.
     """
 
     def __init__(

@@ -95,12 +95,9 @@ def users_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 class ExternalValues:
-    """Finds the values outside of a model that its code, except for the code of opaque modules, may read.
+    """Finds the values outside of a model that its code may read, except for the code of modules named in ``opaque``.
 
-    Args:
-        model: the model.
-        opaque: qualified names of modules whose contents are ignored.
-        read: the attributes of the model's modules that its code reads. None: all of them.
+    ``read``: the attributes of the model's modules that its code reads. None: all of them.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:

@@ -42,45 +42,18 @@ from pymoe._torch_private import (
 from pymoe.pipe.capture.arguments import Arguments, Like
 from pymoe.pipe.capture.errors import CaptureError, is_library
 from pymoe.pipe.capture.external_values import Attributes, ExternalValue, ExternalValues, is_within
-from pymoe.pipe.capture.snapshots import Place, Snapshots, Tokens, name_within, patched
+from pymoe.pipe.capture.snapshots import NEVER, Place, Snapshots, Tokens, name_within, patched
 from pymoe.pipe.python_values import MISSING
-from pymoe.pipe.stages import CALL_HOOKS, have_same_items
+from pymoe.pipe.stages import CALL_HOOKS, TENSORS, have_same_items
 
 # Values of tensors.
 
-_TELLS_NO_VALUE = frozenset(
-    (
-        "__get__",
-        "__hash__",
-        "__len__",
-        "data_ptr",
-        "dense_dim",
-        "dim",
-        "element_size",
-        "get_device",
-        "has_names",
-        "is_coalesced",
-        "is_complex",
-        "is_conj",
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "is_neg",
-        "is_pinned",
-        "is_same_size",
-        "is_set_to",
-        "is_shared",
-        "is_signed",
-        "ndimension",
-        "nelement",
-        "numel",
-        "size",
-        "sparse_dim",
-        "storage_offset",
-        "stride",
-        "type",
-    )
+_FACTS = (
+    "__get__ __hash__ __len__ data_ptr dense_dim dim element_size get_device has_names is_coalesced is_complex is_conj "
+    "is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed "
+    "ndimension nelement numel size sparse_dim storage_offset stride type"
 )
+_TELLS_NO_VALUE = frozenset(_FACTS.split())
 """Methods of tensors that return facts other than their values."""
 
 
@@ -190,26 +163,18 @@ class Reads:
 
 _MODULES_OWN = {*dir(nn.Module), *nn.Module().__dict__} - {"forward"}
 
-_STATE = ("_parameters", "_buffers", "_modules")
+_STATE = (*TENSORS, "_modules")
 
+_OF_NOTHING = (
+    "is_grad_enabled is_inference_mode_enabled is_autocast_cpu_enabled get_autocast_cpu_dtype get_autocast_gpu_dtype "
+    "is_autocast_cache_enabled is_anomaly_enabled is_anomaly_check_nan_enabled are_deterministic_algorithms_enabled "
+    "is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode get_float32_matmul_precision "
+    "get_num_threads get_num_interop_threads backends.mha.get_fastpath_enabled"
+)
 _QUESTIONS: dict[str, tuple[tuple[Any, ...], ...]] = {
-    "is_grad_enabled": ((),),
-    "is_inference_mode_enabled": ((),),
+    **dict.fromkeys(_OF_NOTHING.split(), ((),)),
     "is_autocast_enabled": ((), ("cpu",), ("cuda",)),
-    "is_autocast_cpu_enabled": ((),),
     "get_autocast_dtype": (("cpu",), ("cuda",)),
-    "get_autocast_cpu_dtype": ((),),
-    "get_autocast_gpu_dtype": ((),),
-    "is_autocast_cache_enabled": ((),),
-    "is_anomaly_enabled": ((),),
-    "is_anomaly_check_nan_enabled": ((),),
-    "are_deterministic_algorithms_enabled": ((),),
-    "is_deterministic_algorithms_warn_only_enabled": ((),),
-    "get_deterministic_debug_mode": ((),),
-    "get_float32_matmul_precision": ((),),
-    "get_num_threads": ((),),
-    "get_num_interop_threads": ((),),
-    "backends.mha.get_fastpath_enabled": ((),),
 }
 """Functions of torch that report the caller's state, and the arguments with which the model's code may call them."""
 
@@ -261,7 +226,7 @@ class ReadRecorder:
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()
-            for kind in _STATE[:2]
+            for kind in TENSORS
             for name, tensor in module.__dict__[kind].items()
         ]
         self._ambient = ambient
@@ -280,9 +245,9 @@ class ReadRecorder:
         self.reads.ambient[key] = self._ambient[key]
         return real and (self._ambient[key] or tensor.is_leaf)
 
-    def hears(self, frame: FrameType) -> bool:
+    def hears(self, frame: FrameType, passed_over: tuple[str, ...] = ()) -> bool:
         """Return whether ``frame`` reads on behalf of the model's code, so that the reading must be recorded."""
-        return self._hears() and not _asked_by_library(frame)
+        return self._hears() and not _asked_by_library(frame, passed_over)
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not record what the block reads."""
@@ -329,7 +294,7 @@ class ReadRecorder:
 
     def _is_model_asking(self, passed_over: tuple[str, ...] = ()) -> bool:
         """Return whether the model's code has called the function that calls this one."""
-        return self._hears() and not _asked_by_library(sys._getframe(2), passed_over)
+        return self.hears(sys._getframe(2), passed_over)
 
     def _attribute(self) -> Callable[[nn.Module, str], Any]:
         get = object.__getattribute__
@@ -458,9 +423,8 @@ class Guards:
             path: module for path, module in model.named_modules() if path in opaque or not is_within(path, opaque)
         }
         self._structure = [dict(dictionary) for _, dictionary in self._dictionaries()]
-        self._shapes = [
-            {name: _shape(value) for name, value in dictionary.items()} for _, dictionary in self._state_dictionaries()
-        ]
+        state = self._state_dictionaries()
+        self._shapes = [{name: _shape(value) for name, value in dictionary.items()} for _, dictionary in state]
         places = self._places()
         snapshots = Snapshots(list(places.values()), self._own())
         self._tokens: dict[_About, Tokens | None] = dict(zip(places, snapshots.tokens, strict=True))
@@ -519,10 +483,8 @@ class Guards:
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
         """Return the model's floating-point dtype at capture and now, if it had a single one then and has one now."""
-        before, now = (
-            {dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point}
-            for dtypes in (self._dtypes, self._dtypes_now())
-        )
+        both = self._dtypes, self._dtypes_now()
+        before, now = ({dtype for dtype in dtypes if dtype and dtype.is_floating_point} for dtypes in both)
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -570,9 +532,7 @@ class Guards:
 
     def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
         """Collect everything that a check compares, so that the check itself takes as little time as possible."""
-        members = [
-            (dictionary, kept) for (_, dictionary), kept in zip(self._dictionaries(), self._structure, strict=True)
-        ]
+        members = list(zip([one for _, one in self._dictionaries()], self._structure, strict=True))
         state = list(zip(self._state_dictionaries(), self._shapes, strict=True))
         return _Expected(
             [(about, questions[about], answer) for about, answer in self._answers.items() if about in questions],
@@ -580,7 +540,7 @@ class Guards:
             [(dictionary, kept) for dictionary, kept in members if kept],
             [(dictionary, len(shapes)) for (_, dictionary), shapes in state],
             [
-                [dictionary, name, _NEVER, shape, _qualified(path, name)]
+                [dictionary, name, NEVER, shape, _qualified(path, name)]
                 for (path, dictionary), shapes in state
                 for name, shape in shapes.items()
             ],
@@ -619,7 +579,7 @@ class Guards:
             yield "the hooks of all modules", hooks
 
     def _state_dictionaries(self) -> list[tuple[str, dict[str, Tensor | None]]]:
-        return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in _STATE[:2]]
+        return [(path, module.__dict__[kind]) for path, module in self._traced() for kind in TENSORS]
 
     def _tensors(self) -> Iterator[Tensor | None]:
         for _, dictionary in self._state_dictionaries():
@@ -632,7 +592,7 @@ class Guards:
     def _sharing_now(self) -> list[int | None]:
         """Return for each parameter and buffer, in order, the index of the first one that is the same tensor."""
         everything = (
-            value for module in self._model.modules() for kind in _STATE[:2] for value in module.__dict__[kind].values()
+            value for module in self._model.modules() for kind in TENSORS for value in module.__dict__[kind].values()
         )
         first: dict[int, int] = {}
         return [None if value is None else first.setdefault(id(value), n) for n, value in enumerate(everything)]
@@ -656,13 +616,9 @@ class _Expected(NamedTuple):
 
 def _can_be_copied(tokens: Tokens | None) -> bool:
     try:
-        pickle.dumps(tokens)
+        return bool(pickle.dumps(tokens))
     except Exception:
         return False
-    return True
-
-
-_NEVER = object()
 
 
 def _shape(value: Tensor | None) -> tuple[int, ...] | None:

@@ -40,12 +40,12 @@ from pymoe._torch_private import (
     pytree,
     set_grad_enabled,
 )
-from pymoe.pipe.auxiliary import keeps_counts
 from pymoe.pipe.capture.arguments import where_sizes_are_asked
 from pymoe.pipe.capture.errors import BoundaryInside, CaptureError
 from pymoe.pipe.capture.external_values import is_boundary, is_within, users_hooks
 from pymoe.pipe.capture.guards import ReadRecorder
 from pymoe.pipe.capture.snapshots import attributes_restored, patched
+from pymoe.pipe.context import keeps_counts
 from pymoe.pipe.deferred_batch_norm import DeferredBatchNorm
 from pymoe.pipe.stages import FORWARD_HOOKS
 
@@ -579,12 +579,10 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 
 
 class FunctionCalls:
-    """Redirects calls of autograd Functions to ``instead``.
+    """Redirects calls of autograd Functions to ``instead``, if ``is_asked`` returns True when a call begins.
 
-    Args:
-        instead: takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
-            runs with the caller's grad mode.
-        is_asked: returns whether to redirect the call that begins now.
+    ``instead`` takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
+    runs with the caller's grad mode.
     """
 
     def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:

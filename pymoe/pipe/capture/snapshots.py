@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pymoe.pipe.capture.contents import CONSTANTS, SCALARS, Holder, contents, dict_of, holder_of, is_users_object
+from pymoe.pipe.capture.contents import (
+    CONSTANTS,
+    SCALARS,
+    Holder,
+    contents,
+    dict_of,
+    has_many_scalars,
+    holder_of,
+    is_users_object,
+)
 from pymoe.pipe.capture.errors import CaptureError
 from pymoe.pipe.python_values import MISSING, is_numpy_array
 
@@ -147,8 +156,6 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 # Comparison with the values of an earlier time.
 
 _MAX_VALUES = 1_000_000
-_MANY = 32
-"""A container of at least this number of values gets one token for all of them, if they are numbers and strings."""
 
 
 class Unwatchable(Exception):
@@ -186,15 +193,10 @@ def freeze(
 ) -> Tokens:
     """Return the tokens of a value and of everything in it, at any depth. Equal tokens mean equal values.
 
-    Args:
-        value: any value.
-        own: ids of objects whose contents are ignored, because they are checked elsewhere.
-        watch: the values within ``value`` that may change are added to it.
-        names: begins with the name of the value; the name of every token is added.
-        is_strict: whether to refuse a value, or one inside its containers, whose class hides its state.
-
-    Raises:
-        Unwatchable: the value holds more than a million others, or ``is_strict`` refuses it.
+    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. ``watch``: gets the values
+    that may change. ``names``: begins with the name of the value, and gets the name of every token. Raises Unwatchable
+    if the value holds more than a million others; with ``is_strict`` also if its class, or that of a value inside its
+    containers, hides its state.
     """
     tokens: Tokens = []
     seen: dict[int, int] = {}
@@ -230,7 +232,7 @@ def freeze(
             is_found = kind.__module__ != "builtins" or hasattr(builtins, kind.__name__)
             of_kind = Same(value) if holder.by_identity else kind if is_found else kind.__name__
             tokens.append((of_kind, len(held), state))
-            if len(held) >= _MANY and set(map(type, held)) <= SCALARS:
+            if has_many_scalars(held):
                 tokens[-1] = *tokens[-1], marshal.dumps(held, 2)
                 continue
             suffixes = [] if names is None or holder.names is None else holder.names(value)
@@ -301,7 +303,8 @@ class Watch:
         return True
 
 
-_NEVER = object()
+NEVER = object()
+"""Stands for a value that was not read yet: it is none of those that code can hold."""
 
 Place = tuple[str, Callable[[Any], Any], str]
 """The name of a value; a function that returns the value, or its argument if there is none; and a format for names of
@@ -326,7 +329,7 @@ class Snapshots:
         self._watch = Watch()
         self._now: list[list[Any]] = []
         if tokens is not None:
-            self._now = [[*place, _NEVER, kept] for place, kept in zip(places, tokens, strict=True)]
+            self._now = [[*place, NEVER, kept] for place, kept in zip(places, tokens, strict=True)]
             return
         made: dict[int, Tokens] = {}
         for place in places:

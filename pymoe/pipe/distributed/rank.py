@@ -35,8 +35,7 @@ from pymoe.autograd import random_streams
 from pymoe.autograd.graph_nodes import edge_of, find_leaves
 from pymoe.autograd.isolated_graph import differentiate
 from pymoe.autograd.random_streams import RandomStream
-from pymoe.autograd.thread_state import current
-from pymoe.pipe.context import MicroBatch, in_pipeline
+from pymoe.pipe.context import in_pipeline
 from pymoe.pipe.distributed.messages import (
     Key,
     Message,
@@ -52,7 +51,6 @@ from pymoe.pipe.execution.graph import (
     BoundaryTensor,
     GradAccumulator,
     Graph,
-    StageValue,
     WeightedSums,
     accumulate,
     boundaries_of,
@@ -63,8 +61,8 @@ from pymoe.pipe.execution.graph import (
     refuse_unseen_edit,
     total,
 )
-from pymoe.pipe.execution.shared_layers import turns_of
-from pymoe.pipe.execution.step_state import Activation, StageRecompute, StepInputs, recomputed
+from pymoe.pipe.execution.held_state import turns_of
+from pymoe.pipe.execution.step_state import StageRecompute, Step, StepInputs, recomputed
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, read_loss
 from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, shared_parameters
 from pymoe.pipe.traced.model import StageModule
@@ -241,25 +239,15 @@ class SharedSource(random_streams.RandomSource):
         return super().seed(position)
 
 
-@dataclass(eq=False)
-class RankStep:
+class RankStep(Step):
     """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
 
-    plan: RankPlan
-    tied: Tied
-    transport: Transport
-    number: int
-    """The number of the step, the same on all ranks."""
-    graphs: bool
-    """True if there will be backward passes."""
-    recompute: Sequence[StageRecompute]
-    """One item for every stage of the pipeline."""
-    recomputed: range
-    """The micro-batches whose forward is recomputed."""
-    count: int
-    """The number of micro-batches."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, planned: _Planned, transport: Transport, number: int, count: int, graphs: bool, recomputed: range
+    ) -> None:
+        """Begin step ``number``, which is the same on all ranks. The other arguments are those of :class:`Step`."""
+        self.plan, self.tied, self.transport, self.number = planned.plan, planned.tied, transport, number
+        super().__init__(self.plan.pipeline, self.plan.uses, count, graphs, planned.recompute, recomputed)
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
         # Leaves and summed gradients by stage, once its backwards have run.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -268,18 +256,10 @@ class RankStep:
         self.rows: dict[int, int] = {}
         self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
         self.forwards = 0
-        self._begun: dict[int, int] = {}  # forwards, by stage
         self.random: SharedSource | None = None
-        self._state = current()
-        self._values: dict[tuple[int, Source], StageValue] = {}
-        self._uses_left: dict[tuple[int, Source], int] = {}
-        self._activations: dict[tuple[int, int], Activation] = {}
         self._received: dict[tuple[int, int], GradAccumulator] = {}  # gradients of values that other ranks have made
         self._sent: dict[tuple[int, int, int], list[tuple[GradAccumulator, int, torch.device] | None]] = {}
         self._output_graphs: dict[int, Graph] = {}
-        if self.recomputed:
-            for stage in self.plan.stages:
-                self.recompute[stage].begin_step()
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
         """Run a stage's forward. Return the model's output values in the last stage.
@@ -287,37 +267,24 @@ class RankStep:
         ``inputs`` (of the model) and ``rows`` (of the micro-batch) are used only by stage 0.
         """
         plan, pipeline = self.plan, self.plan.pipeline
-        about = pipeline.stages[stage]
         if stage == 0:
             self._take_inputs(micro_batch, inputs, rows)
         for maker in plan.waits_for[stage]:
             if (maker, micro_batch) not in self._received:
                 self._receive_values(maker, micro_batch)
-        received = [self._values[micro_batch, source] for source in about.inputs]
+        received = boundaries_of([self._values[micro_batch][source] for source in pipeline.stages[stage].inputs])
         position = micro_batch * len(pipeline.stages) + stage
-        begun = self._begun[stage] = self._begun.get(stage, 0) + 1
-        # The weight is 1.0 here, because weights are only known at the end of the step.
-        description = MicroBatch(micro_batch, self.count, 1.0, False, False, stage, begun == self.count, self)
-        activation = Activation(about, description, self._source, position, self._state)
-        recompute = self.recompute[stage]
-        with in_pipeline(RandomStream(self._source, -1)), recompute.turn():
-            made = activation.forward(received, self.graphs, recompute if micro_batch in self.recomputed else None)
-        if self.graphs:
-            self._activations[stage, micro_batch] = activation
-        for boundary in boundaries_of(received):
+        with in_pipeline(RandomStream(self._source, -1)):
+            # The weight is 1.0 here, because weights are only known at the end of the step.
+            self.run_forward(stage, micro_batch, 1.0, self._source, position)
+        for boundary in received:
             refuse_unseen_edit(boundary, stage)
         del received
-        for source in about.inputs:
-            self._release(micro_batch, source)
-        for source, value in zip(pipeline.made[stage], made, strict=False):
-            self._keep(micro_batch, source, value)
-        del made
         if plan.sent[stage]:
             takers = self._takers(stage, micro_batch)
             for rank, sources in plan.sent[stage].items():
                 self._send_values(stage, micro_batch, rank, sources, takers)
-        for source in {source for sources in plan.sent[stage].values() for source in sources}:
-            self._release(micro_batch, source)
+        self.count_use(micro_batch, {source for sources in plan.sent[stage].values() for source in sources})
         self.forwards += 1
         return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
 
@@ -364,20 +331,16 @@ class RankStep:
             finally:
                 torch.default_generator.set_state(before)
         given = self.inputs[micro_batch] = StepInputs()
-        for number, value in enumerate(inputs):
-            self._keep(
-                micro_batch, Source(INPUT, number), flatten_value(value, given.cross if self.graphs else BoundaryTensor)
-            )
+        values = [flatten_value(value, given.cross if self.graphs else BoundaryTensor) for value in inputs]
+        self.keep(micro_batch, [Source(INPUT, number) for number in range(len(values))], values)
 
     def _outputs(self, micro_batch: int) -> list[Any]:
         """Return the model's outputs, with a history that begins here, to compute a loss from them."""
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
-        values = [self._values[micro_batch, source] for source in pipeline.outputs]
-        for source in self.plan.takes[-1][len(pipeline.stages[-1].inputs) :]:
-            self._release(micro_batch, source)
-        for source in {source for source in pipeline.outputs if source.stage == last}:
-            self._release(micro_batch, source)
+        values = [self._values[micro_batch][source] for source in pipeline.outputs]
+        self.count_use(micro_batch, self.plan.takes[-1][len(pipeline.stages[-1].inputs) :])
+        self.count_use(micro_batch, {source for source in pipeline.outputs if source.stage == last})
         if not self.graphs:
             return [receive_value(value, None) for value in values]
         graph = self._output_graphs[micro_batch] = Graph()
@@ -400,18 +363,6 @@ class RankStep:
         self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
             loss.detach_()  # the schedule keeps the loss, and so its graph, until the step ends
-
-    def _keep(self, micro_batch: int, source: Source, value: StageValue) -> None:
-        if uses := self.plan.uses[source]:
-            self._values[micro_batch, source] = value
-            self._uses_left[micro_batch, source] = uses
-
-    def _release(self, micro_batch: int, source: Source) -> None:
-        """Count one use of a value, and release it after the last."""
-        key = micro_batch, source
-        self._uses_left[key] -= 1
-        if not self._uses_left[key]:
-            del self._uses_left[key], self._values[key]
 
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
@@ -437,9 +388,10 @@ class RankStep:
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
         here = []
+        kept = self._values[micro_batch]
         for taker, sources in enumerate(plan.takes):
-            made = [(micro_batch, source) for source in sources if maker_of(source) == stage]
-            for boundary in boundaries_of([self._values[key] for key in made if key in self._values]):
+            made = [source for source in sources if maker_of(source) == stage]
+            for boundary in boundaries_of([kept[source] for source in made if source in kept]):
                 takers.setdefault(memory_of(boundary.tensor), {})[plan.rank_of[taker]] = taker
                 here.append(boundary)
         for boundary in here:
@@ -449,7 +401,7 @@ class RankStep:
     def _send_values(
         self, stage: int, micro_batch: int, rank: int, sources: Sequence[Source], takers: dict[int, dict[int, int]]
     ) -> None:
-        values = [self._values[micro_batch, source] for source in sources]
+        values = [self._values[micro_batch][source] for source in sources]
         changing = self._may_change(stage, micro_batch, sources)
         description, tensors = describe_values(values, lambda tensor: last_elsewhere(takers, tensor, rank))
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
@@ -462,7 +414,8 @@ class RankStep:
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
         """Return the memory that may change while it is sent: what stages here take, and the stage's own tensors."""
-        taken = [self._values[micro_batch, source] for source in sources if self._uses_left[micro_batch, source] > 1]
+        kept, left = self._values[micro_batch], self._uses_left
+        taken = [kept[source] for source in sources if left.get((micro_batch, source), self._uses[source]) > 1]
         tensors = [boundary.tensor for boundary in boundaries_of(taken)]
         for module in self.plan.pipeline.stages[stage].modules:
             tensors += [*module.buffers(), *module.parameters()]
@@ -473,8 +426,7 @@ class RankStep:
         self.rows[micro_batch] = message.notes[0]
         accumulator = self._received[maker, micro_batch] = GradAccumulator()
         values = read_values(message.described, message.tensors, accumulator if self.graphs else None)
-        for source, value in zip(self.plan.received[maker], values, strict=True):
-            self._keep(micro_batch, source, value)
+        self.keep(micro_batch, self.plan.received[maker], values)
 
     def _receive_gradients(self, stage: int, micro_batch: int, rank: int) -> None:
         message = self.receive(rank, Subject.GRADIENTS, stage, micro_batch)
@@ -562,9 +514,7 @@ class Rank:
             turns.begin_step(())
         training = [self.staged.parts[index].training for index in planned.plan.stages]
         in_backward = recomputed(self._checkpoint, count) if any(training) and graphs else range(0)
-        self.step = RankStep(
-            planned.plan, planned.tied, self.transport, self._steps, graphs, planned.recompute, in_backward, count
-        )
+        self.step = RankStep(planned, self.transport, self._steps, count, graphs, in_backward)
         return self.step
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:

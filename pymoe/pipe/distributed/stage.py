@@ -32,31 +32,10 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
         schedule.step(x) if rank == 0 else schedule.step(target=y)
         optimizer.step()
 
-    Every process makes the same pipe and builds the stages that it runs; the schedule decides which these are.
-
-    - The process with stage 0 gives the model's arguments to ``schedule.step``, which sends them to the stages that
-      take them. Arguments in other processes are ignored. The process with the last stage gives targets.
-    - Rows are dimension 0 of the first tensor among the arguments. A micro-batch is weighted by its rows, unless the
-      schedule has ``scale_grads=False``: then losses are sums. The number of rows may change from step to step.
-      A loss that is a mean over something else, such as tokens that are not padding, raises ValueError in the process
-      of the last stage, if its graph shows that. Instead let it return the sum, divided by the number of such tokens in
-      the whole mini-batch, with ``scale_grads=False``.
-    - Gradients are added to ``.grad`` once, at the end of a step, so hooks of parameters are called once, and
-      gradients of several steps add up. Every process has a copy of a parameter that stages of several processes
-      share, with the same gradient, the sum. Before the first step, copies are set to the first stage's copy.
-    - Forwards must not write to state that stages share (such as the statistics of a batch norm): that is an error.
-    - ``pymoe.pipe.micro_batch().weight`` is 1 here: weights are known at the end of a step.
-    - A pipe that returns its own loss takes ``loss_fn=lambda output, _: output["loss"]``, and any target.
-    - A stage's module may be wrapped in ``DistributedDataParallel``, for the group of processes with the same stage of
-      other pipes (``stage.submod = DistributedDataParallel(...)``). It averages the gradients that are added to
-      ``.grad``.
-    - ``pipe.train()`` and ``pipe.eval()`` are called in every process.
-    - The pipe's ``checkpoint`` applies here, too; ``chunks`` is the schedule's own.
-    - Anything that can be pickled, with dense strided tensors, can be sent between processes.
-    - A process that dies or raises ends the others within seconds: their steps raise
-      :class:`pymoe.pipe.distributed.RankError`, which says who failed, where and why. The group cannot be used
-      afterwards. Errors of a loss function are reported to the others when they end the process; programs that continue
-      after an error put ``with pymoe.pipe.distributed.watching(group):`` around ``schedule.step``.
+    Every process makes the same pipe and builds the stages that it runs; the schedule decides which these are. The
+    process with stage 0 gives the model's arguments to ``schedule.step``, and the process with the last stage gives
+    targets. The page docs/tutorials/pipeline_processes.md says what holds for gradients, losses, shared parameters,
+    what is sent, and processes that fail.
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.

@@ -89,11 +89,7 @@ class BoundaryTensor:
     __slots__ = ("accumulator", "is_fixed", "number", "taken_until", "tensor", "version")
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        accumulator: GradAccumulator | None = None,
-        number: int = 0,
-        is_fixed: bool = False,
+        self, tensor: torch.Tensor, accumulator: GradAccumulator | None = None, number: int = 0, is_fixed: bool = False
     ) -> None:
         self.tensor = tensor
         self.accumulator = accumulator

@@ -1,23 +1,21 @@
-"""Finds out what a forward writes: compares the contents of a stage's modules before and after it.
+"""Finds out what a forward writes, and controls writes to layers that stages of a pipe, or several pipes, share.
 
-Every forward is compared, since one may begin to write at any time. Python values are compared by identity; tensors by
-version counter and address, and tensors in host memory also by fingerprints of the memory, because many writes bypass
-the counter (``parameter.data.mul_()``, numpy, kernels of batch norms and observers). Small tensors that are not
-parameters are always copied. :mod:`pymoe.pipe.execution.held_values` describes what is found in modules.
-
-State that cannot be put back for a recomputation (attributes of objects other than modules, closures of functions,
-attributes of classes, iterators) is compared, but never changed: a stage that changes such state keeps its graphs.
-
-Some writes that change no version are missed: writes to a part of a tensor of more than 4 KiB, in forwards whose sample
-of the memory misses that part (the first, second, fourth, eighth... forward of a stage reads everything, and a part
-that is written every time is found eventually); writes to CUDA tensors, because reading them would wait for the device;
-and writes to tensors of classes other than torch's own. Writes by other threads count as the forward's own.
+Every forward is compared, since one may begin to write at any time: Python values by identity; tensors by version
+counter and address, and in host memory also by fingerprints, because many writes bypass the counter. Small tensors that
+are not parameters are always copied. State that cannot be put back (:mod:`pymoe.pipe.execution.held_values` says what
+is found) is compared, but never changed: a stage that changes it keeps its graphs. The page
+docs/concepts/determinism.md lists what is put back, which writes are missed, and what stages and pipes may share.
+Writes by other threads count as the forward's own.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy as copy_of
 from operator import is_
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ import torch
 from torch import nn
 
 from pymoe._torch_private import unsafe_set_version_counter
+from pymoe.pipe.context import is_weighted
 from pymoe.pipe.execution.graph import without_history
 from pymoe.pipe.execution.held_values import PLAIN, Cell, HeldLayout
 
@@ -58,22 +57,27 @@ class HeldSnapshot:
         self.contents = [cell.contents() for cell in layout.cells]
         self.stamps = layout.stamps()
 
+    def written(self, now: Sequence[int] | None = None) -> list[int]:
+        """Return the numbers of the tensors whose stamps are others ``now``; None: at present."""
+        return self.layout.written(self.stamps, self.layout.stamps() if now is None else now)
+
+    def changed_cells(self) -> list[tuple[Cell, Any]]:
+        """Return the cells that have changed since, with their contents at the time of the snapshot."""
+        both = zip(self.layout.cells, self.contents, strict=True)
+        return [(cell, contents) for cell, contents in both if not _same(cell.contents(), contents)]
+
     def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
         """Return whether nothing except parameters has changed between the two snapshots."""
         if other is None or self.values is not other.values:
             return False
-        written = self.layout.written(self.stamps, other.stamps)
-        return all([isinstance(self.layout.tensors[number], nn.Parameter) for number in written])
+        return all([isinstance(self.layout.tensors[number], nn.Parameter) for number in self.written(other.stamps)])
 
 
 class Seen(NamedTuple):
     """Keeps the part of the state before a forward that a recomputation of the forward needs."""
 
-    state: HeldSnapshot | None
-    """The state before the forward; None if it had tensors with a history, whose graphs must not be kept alive."""
-    layout: HeldLayout
-    contents: Sequence[Any]
-    stamps: Sequence[int]
+    state: HeldSnapshot
+    """The state before the forward, without the graphs of tensors that had a history."""
     moment: int
     """The number of the reading that took the fingerprints."""
     fingerprints: Sequence[int]
@@ -85,10 +89,11 @@ class Seen(NamedTuple):
 
     def rewritten(self) -> set[int]:
         """Return the numbers of watched tensors whose memory has changed since, as far as it was read."""
-        now = self.layout.fingerprints(self.moment)
+        layout = self.state.layout
+        now = layout.fingerprints(self.moment)
         if now == self.fingerprints:
             return set()
-        both = zip(self.layout.watched, self.fingerprints, now, strict=True)
+        both = zip(layout.watched, self.fingerprints, now, strict=True)
         return {number for number, one, other in both if one != other}
 
 
@@ -151,32 +156,29 @@ class HeldState:
         copies = {number: layout.tensors[number].detach().clone() for number in numbers}
         generators = [generator.get_state() for generator in layout.generators]
         moment = self._moment = self._moment + 1
-        return Seen(
-            state, layout, state.contents, state.stamps, moment, layout.fingerprints(moment), copies, generators
-        )
+        return Seen(state, moment, layout.fingerprints(moment), copies, generators)
 
     def changes(self, seen: Seen) -> list[str]:
         """Return the names of state changed since ``seen``, except what only a wait for a device would show."""
-        layout = seen.layout
-        names = [] if self.look() is seen.state else [_place(cell, old) for cell, old in self.changed_cells(seen)]
-        written = layout.written(seen.stamps, layout.stamps())
+        state, layout = seen.state, seen.state.layout
+        names = [] if self.look() is state else [_place(cell, old) for cell, old in state.changed_cells()]
         unseen = seen.rewritten() | _differing(seen)
-        names += map(layout.name, dict.fromkeys([*written, *sorted(unseen)]))
+        names += map(layout.name, dict.fromkeys([*state.written(), *sorted(unseen)]))
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
         """Return the part of ``seen`` that the forward's recomputation needs; None: it cannot be restored."""
         if seen is None:
             return None
-        rewritten = seen.rewritten()
-        if self.look() is seen.state and not rewritten:
+        state, rewritten = seen.state, seen.rewritten()
+        if self.look() is state and not rewritten:
             return seen
-        layout = seen.layout
-        for cell, contents in self.changed_cells(seen):
+        layout = state.layout
+        for cell, contents in state.changed_cells():
             if cell.is_fixed(contents):
                 self._keep_graphs(cell.name, "changes")
         can_be_put_back = not self.fixed
-        for number in {*layout.written(seen.stamps, layout.stamps())} | rewritten:
+        for number in {*state.written()} | rewritten:
             tensor, copy = layout.tensors[number], seen.copies.get(number)
             if copy is None:
                 self.written.add(layout.identity(number))
@@ -185,26 +187,19 @@ class HeldState:
                 can_be_put_back = False  # the tensor may have another shape now
         if not can_be_put_back:
             return None
-        contents = [_exchanged(one, _without_history) for one in seen.contents]
-        if all(map(is_, contents, seen.contents)):
+        contents = [_exchanged(one, _without_history) for one in state.contents]
+        if all(map(is_, contents, state.contents)):
             return seen
         self._state = None
-        return seen._replace(state=None, contents=contents)
+        kept = copy_of(state)
+        kept.values, kept.contents = [], contents
+        return seen._replace(state=kept)
 
     def exchanged(self, seen: Seen) -> set[Any]:
         """Return the keys of tensors and generators, and ids of containers, that a recomputation would put back."""
-        layout = seen.layout
-        written = {*layout.written(seen.stamps, layout.stamps())} | _differing(seen)
-        values = [*(layout.tensors[number] for number in written), *_drawn(seen)]
-        return {*map(layout.key, values), *(id(cell.place) for cell, _ in self.changed_cells(seen))}
-
-    def changed_cells(self, seen: Seen | HeldSnapshot) -> list[tuple[Cell, Any]]:
-        """Return the cells that have changed since ``seen`` was made, with their earlier contents."""
-        return [
-            (cell, contents)
-            for cell, contents in zip(seen.layout.cells, seen.contents, strict=True)
-            if not _same(cell.contents(), contents)
-        ]
+        state, layout = seen.state, seen.state.layout
+        values = [*(layout.tensors[number] for number in {*state.written()} | _differing(seen)), *_drawn(seen)]
+        return {*map(layout.key, values), *(id(cell.place) for cell, _ in state.changed_cells())}
 
     def _keep_graphs(self, name: str, does: str) -> None:
         if self.fixed:
@@ -241,19 +236,19 @@ class PutBack:
 
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
-        layout, state = seen.layout, held.look()
+        before, layout, state = seen.state, seen.state.layout, held.look()
         # Tensors that a later run was found to write may have been written in the first run, too, unnoticed by its
         # fingerprints. They are lost if the first run did not copy them.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
-        if state is seen.state and not lost and not seen.copies and not seen.generators:  # most forwards write nothing
+        if state is before and not lost and not seen.copies and not seen.generators:  # most forwards write nothing
             self._state, self._stamps = state, state.stamps
             return
-        changed = [] if state is seen.state else held.changed_cells(seen)
+        changed = [] if state is before else before.changed_cells()
         self._now = {id(cell.place): cell.contents() for cell, _ in changed}
         stamps = self._stamps = layout.stamps()
-        written = layout.written(seen.stamps, stamps)
+        written = before.written(stamps)
         lost += [number for number in written if number not in seen.copies]
         # An object that cannot be put back is an error if forwards of this stage change it. Otherwise other code has
         # changed it.
@@ -275,10 +270,11 @@ class PutBack:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         held, seen, state = self._held, self._seen, self._state
+        layout = seen.state.layout
         names: list[str] = []
         if state is None:
             names = self._restore()
-            for generator, its_state in zip(seen.layout.generators, self._generators, strict=True):
+            for generator, its_state in zip(layout.generators, self._generators, strict=True):
                 generator.set_state(its_state)
         elif kind is None and held.look() is not state:
             names = self._restore()
@@ -288,15 +284,16 @@ class PutBack:
             raise RuntimeError(_NOT_THE_SAME.format(names[0]))
         # Memory that the recomputation has read may have been changed without autograd's knowledge.
         if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
-            held.written.update(map(seen.layout.identity, lost))
-            raise RuntimeError(_CHANGED_SINCE.format(seen.layout.name(lost[0])))
+            held.written.update(map(layout.identity, lost))
+            raise RuntimeError(_CHANGED_SINCE.format(layout.name(lost[0])))
 
     def _restore(self) -> list[str]:
         """Restore the state from just before the recomputation. Return the names of state that cannot be restored."""
-        stamps, copies, layout = self._stamps, self._copies, self._seen.layout
+        stamps, copies, before = self._stamps, self._copies, self._seen.state
+        layout = before.layout
         lost = []
         stale = []  # graphs made in between may have saved these, so their versions must change
-        for cell, contents in zip(layout.cells, self._seen.contents, strict=True):
+        for cell, contents in zip(layout.cells, before.contents, strict=True):
             wanted = self._now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
                 cell.put(wanted)
@@ -380,12 +377,282 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _differing(seen: Seen) -> set[int]:
     """Return the numbers of the copied tensors in host memory whose contents differ now."""
-    tensors = seen.layout.tensors
+    tensors = seen.state.layout.tensors
     here = [(n, tensors[n], copy) for n, copy in seen.copies.items() if tensors[n].is_cpu]
     return {n for n, tensor, copy in here if not (_alike(tensor, copy) and torch.equal(tensor, copy))}
 
 
 def _drawn(seen: Seen) -> list[Any]:
     """Return the random number generators that are in another state now."""
-    both = [(one, one.get_state(), state) for one, state in zip(seen.layout.generators, seen.generators, strict=True)]
-    return [one for one, a, b in both if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)]
+    both = zip(seen.state.layout.generators, seen.generators, strict=True)
+    pairs = [(one, one.get_state(), state) for one, state in both]
+    return [one for one, a, b in pairs if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)]
+
+
+# Shared layers.
+#
+# State that forwards write has to be written and read by one stage after the other, and by one micro-batch after the
+# other. So the first of the stages that share it starts a micro-batch only after the last of them has finished the
+# previous one, if the schedule allows that (``ActionPlan``); otherwise no forward may write. Stages whose forwards have
+# written nothing in the last step take no turns as long as their shared state, except parameters, has not changed
+# since; if a stage writes nevertheless, the step fails.
+
+_WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
+"""Buffers of batch norms and observers, which kernels write to without changing the version counter."""
+
+
+def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
+    """Return, for each stage, the :class:`Turns` that orders its forwards; None for a stage that shares no state.
+
+    Stages that share state, directly or through other stages, get the same object. ``layouts``: what the modules of
+    each stage hold. ``known``: turns from earlier calls, to be used again where the same stages share the same state.
+    """
+    users: dict[Any, list[int]] = {}
+    for number, layout in enumerate(layouts):
+        for key in layout.shareable:
+            users.setdefault(key, []).append(number)
+    group = list(range(len(layouts)))  # the lowest stage that shares state with each stage
+    shared = {key: stages for key, stages in users.items() if len(stages) > 1}
+    for stages in shared.values():
+        joined = {group[stage] for stage in stages}
+        group = [min(joined) if least in joined else least for least in group]
+    turns: list[Turns | None] = [None] * len(layouts)
+    for least in {group[stages[0]] for stages in shared.values()}:
+        roots: dict[int, tuple[str, Any]] = {}
+        for key, stages in shared.items():
+            if group[stages[0]] == least:
+                for stage in stages:
+                    name, root = layouts[stage].shareable[key]
+                    roots.setdefault(id(root), (name, root))
+        made = Turns([stage for stage, other in enumerate(group) if other == least], [*roots.values()])
+        made = next((one for one in known if one is not None and one.is_like(made)), made)
+        for stage in made.stages:
+            turns[stage] = made
+    return turns
+
+
+class Turns:
+    """Orders the forwards of stages that share state."""
+
+    def __init__(self, stages: Sequence[int], roots: Sequence[tuple[str, Any]]) -> None:
+        """Begin with ``roots``: modules, containers and tensors, with their names."""
+        self.stages = tuple(stages)
+        self.lock = StageLock()
+        """A lock that forwards that may write and recomputations hold, so that no other stage runs while state is
+        restored.
+        """
+        self.is_ordered = False
+        """True if the running schedule keeps the order. The engine sets this."""
+        self._roots = roots
+        self._held = HeldState(roots)
+        self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
+        self._code: Sequence[Any] = ()
+        # Auxiliary losses are changed and restored. No other stage may run in between, even in a schedule that keeps
+        # the order.
+        self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
+        self._wrote = False
+        self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
+
+    def is_like(self, other: Turns) -> bool:
+        """Return whether ``other`` is for the same stages, and these share the same state."""
+        pairs = zip(self._roots, other._roots, strict=False)
+        same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
+        return same and self.stages == other.stages
+
+    def begin_step(self, code: Sequence[Any]) -> bool:
+        """Begin a step with forwards; return whether they have to run in order.
+
+        ``code``: the stages' functions and modes; if they differ from the last step's, nothing is known about writes.
+        """
+        state = self._held.look()
+        if code != self._code:
+            self._code, self._may_write = code, self._may_write_at_first
+        elif self._checked is not None or self._wrote:
+            self._may_write = self._wrote or not state.differs_in_parameters_alone(self._checked)
+        self._may_write = self._may_write or bool(_writing_unseen(state.layout))
+        self._wrote, self._checked = False, None
+        return self._may_write
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward of one of the stages in the block.
+
+        Raises:
+            RuntimeError: the forward has written to shared state out of turn.
+        """
+        with self.lock if self._may_write or self._one_at_a_time else nullcontext():
+            before = self._held.seen(to_compare=True)
+            yield
+            layout = before.state.layout
+            names = self._held.changes(before) + layout.opaque
+            names += [layout.names[id(layer)] for layer in _writing_unseen(layout)]
+            if not names:
+                self._checked = before.state
+                return
+            self._wrote = True
+            if not (self._may_write and self.is_ordered):
+                raise RuntimeError(self._why(names[0]))
+
+    def _why(self, name: str) -> str:
+        shared = f"stages {', '.join(map(str, self.stages))} share state to which a forward has written ({name!r})"
+        if not self._may_write:
+            return (
+                f"{shared}, and none had before: they may have run at the same time. No gradient is added. Run the "
+                "step again: from now on they take turns"
+            )
+        return (
+            f"{shared}, and this schedule cannot run them in the order of the model, one micro-batch after the other: "
+            "use another ('gpipe' or '1f1b', in one process), put the layers into one stage, or give each a state of "
+            "its own"
+        )
+
+
+def _only_reads(root: Any) -> bool:
+    """Return whether forwards are first assumed to read a value alone: parameters, and torch's own layers."""
+    if isinstance(root, nn.Module):
+        return type(root).__module__.startswith("torch.nn.modules") and not any(
+            buffer is not None for buffer in root._buffers.values()
+        )
+    return isinstance(root, nn.Parameter)
+
+
+def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
+    """Return the layers assumed to be written by kernels: reading their buffers would wait for a device."""
+    layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
+    layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
+    return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
+
+
+class StageLock:
+    """A reentrant lock; a copied pipe has a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> Any:
+        return StageLock, ()
+
+
+# While steps of several pipes run at the same time, no forward may write to what they share. So the second step
+# compares the shared state at its own beginning and at the end of the first step; if it has changed, or was restored in
+# between, both steps fail. The steps of a pipe inside a stage belong to the outer step.
+
+_lock = threading.RLock()
+_running: list[RunningStep] = []
+_overlaps: list[_Overlap] = []
+_moments = itertools.count(2, 2)  # seen() takes the next number, which is not a power of two, so it only reads samples
+
+
+class RunningStep:
+    """A running step, or a part of one."""
+
+    def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
+        """Begin a step of the pipe whose threads belong to ``owner``."""
+        self.stages = stages
+        self.owner = owner
+        self.conflict: str | None = None
+        """The name of the state over which this step conflicts with another; None without a conflict."""
+
+    def shareable(self) -> dict[Any, tuple[str, Any]]:
+        """Return the state that other steps may share."""
+        found: dict[Any, tuple[str, Any]] = {}
+        for held in self.stages:
+            found.update(held.look().layout.shareable)
+        return found
+
+    def refuse_conflict(self) -> None:
+        """Raise RuntimeError if there was a conflict."""
+        if self.conflict is not None:
+            raise RuntimeError(
+                f"two pipes that ran at the same time, in two threads, share {self.conflict!r}, which was written to "
+                "meanwhile: updates may be lost, and one may have read what the other was about to change. No gradient "
+                "is added. Run them one after the other, or give each layers of its own (copy.deepcopy)"
+            )
+
+
+class _Overlap:
+    """Two steps that are running at the same time, and the state that they share."""
+
+    def __init__(self, steps: tuple[RunningStep, RunningStep], roots: Sequence[tuple[str, Any]]) -> None:
+        self.steps = steps
+        self._held = HeldState(roots, next(_moments))
+        self._seen = self._held.seen(to_compare=True)
+        layout = self._seen.state.layout
+        self._names = {layout.key(one): layout.names[id(one)] for one in [*layout.tensors, *layout.generators]}
+        self._names.update((id(cell.place), cell.name) for cell in layout.cells)
+
+    def end(self) -> None:
+        """Compare the shared state when one of the steps has ended. If it has changed, both steps fail."""
+        if names := self._held.changes(self._seen):
+            self.fail(names[0])
+
+    def note(self, exchanged: set[Any]) -> None:
+        """Make both steps fail if they share state in ``exchanged`` (:meth:`HeldState.exchanged`)."""
+        if names := [self._names[one] for one in exchanged if one in self._names]:
+            self.fail(names[0])
+
+    def fail(self, name: str) -> None:
+        for step in self.steps:
+            step.conflict = step.conflict or name
+
+
+@contextmanager
+def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
+    """Run a step in the block; call :meth:`RunningStep.refuse_conflict` after it.
+
+    ``around``: the owners of steps that this one is a part of.
+    """
+    step = RunningStep(stages, owner)
+    with _lock:
+        others = [other for other in _running if other.owner not in around]
+        _running.append(step)
+    try:
+        if others:
+            _watch(step, others)
+        yield step
+    finally:
+        with _lock:
+            if step in _running:  # a forked child has forgotten it
+                _running.remove(step)
+            mine = [one for one in _overlaps if step in one.steps]
+            _overlaps[:] = [one for one in _overlaps if one not in mine]
+            for overlap in mine:
+                overlap.end()
+
+
+def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
+    mine = step.shareable()
+    for other in others:
+        roots = [root for key, root in other.shareable().items() if key in mine]
+        if roots:
+            with _lock:
+                if other in _running:
+                    _overlaps.append(_Overlap((step, other), roots))
+
+
+def note_put_back(held: HeldState, seen: Any) -> None:
+    """Record which state a recomputation restores, for steps of other pipes. Called before and after the recomputation,
+    because at both times the present state differs from the one to restore.
+    """
+    if _overlaps:
+        exchanged = held.exchanged(seen)
+        with _lock:
+            for overlap in _overlaps:
+                overlap.note(exchanged)
+
+
+def _forget() -> None:
+    """Forget the steps in the child of a fork: their threads are the parent's, and one of them may hold the lock."""
+    global _lock
+    _lock = threading.RLock()
+    _running.clear()
+    _overlaps.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -14,7 +14,8 @@ or that was not copied, the graph is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,8 +41,7 @@ from pymoe.pipe.execution.graph import (
     receive_value,
     total,
 )
-from pymoe.pipe.execution.held_state import HeldState, PutBack, Seen
-from pymoe.pipe.execution.shared_layers import Turns, note_put_back
+from pymoe.pipe.execution.held_state import HeldState, PutBack, Seen, Turns, note_put_back
 from pymoe.pipe.loss_graph import LossReading
 from pymoe.pipe.schedules.schedule import Action, Kind
 from pymoe.pipe.split_backward import SplitBackward
@@ -79,22 +79,16 @@ class Activation(GradAccumulator):
     def forward(
         self, received: Sequence[StageValue], graphs: bool, recompute: StageRecompute | None = None
     ) -> list[StageValue]:
-        """Run the stage's function and return what the stage sends.
+        """Run the stage's function on the values of its inputs, and return what the stage sends.
 
-        Args:
-            received: the values of the stage's inputs.
-            graphs: whether there will be a backward; without one nothing is kept.
-            recompute: the stage's recomputation; the inputs are kept instead of the graph, if there can be a graph.
-                None: keep the graph.
+        ``graphs``: there will be a backward; without one nothing is kept. ``recompute``: the stage's recomputation; the
+        inputs are kept instead of the graph, if there can be a graph. None: keep the graph.
         """
-        device = self._stage.device
+        device, about, stream = self._stage.device, self._micro_batch, RandomStream(self._random, self._position)
         if not graphs:
-            arguments = [receive_value(value, device) for value in received]
-            return [
-                flatten_value(output, BoundaryTensor)
-                for output in self._call(self._stream(), self._micro_batch, arguments)
-            ]
-        graph, about = Graph(self._stream(), device), self._micro_batch
+            outputs = self._call(stream, about, [receive_value(value, device) for value in received])
+            return [flatten_value(output, BoundaryTensor) for output in outputs]
+        graph = Graph(stream, device)
         if recompute is not None and not recompute.trains:  # without a graph, recomputing would save no memory
             recompute = recompute if any(leaf.accumulator is not None for leaf in boundaries_of(received)) else None
         if recompute is not None:
@@ -154,10 +148,6 @@ class Activation(GradAccumulator):
         modules = () if self._recomputation is None else self._stage.modules
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
-    def _stream(self) -> RandomStream:
-        """Return the random numbers of this forward from their beginning: a recomputation draws the same ones."""
-        return RandomStream(self._random, self._position)
-
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the stage's function. ``finally`` calls nothing, because Ctrl-C could come at a call."""
         streams, contexts = random_streams.this_thread, context.this_thread
@@ -170,7 +160,8 @@ class Activation(GradAccumulator):
 
     def _recompute(self, again: bool) -> Graph:
         """Make the graph by running the forward again. ``again``: the forward will be recomputed once more later."""
-        graph = Graph(self._stream(), self._stage.device)
+        # The same random numbers as in the first run, from their beginning.
+        graph = Graph(RandomStream(self._random, self._position), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
         if len(graph.roots) != len(self.grads):
             raise RuntimeError(
@@ -319,7 +310,84 @@ class StepInputs(GradAccumulator):
         ]
 
 
-class StepState:
+class Step:
+    """Holds the values and activations of one mini-batch; a value is released after its last use."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        uses: Mapping[Source, int],
+        count: int,
+        graphs: bool,
+        recompute: Sequence[StageRecompute],
+        recomputed: range,
+    ) -> None:
+        """Begin a step of ``count`` micro-batches; forwards of those in ``recomputed`` are recomputed.
+
+        ``uses``: how often each value is used. ``graphs``: there will be backward passes. ``recompute``: one item for
+        every stage.
+        """
+        self.count = count
+        self.graphs = graphs
+        self.recompute = recompute
+        self._stages = pipeline.stages
+        self._made = pipeline.made
+        self._uses = uses
+        # By micro-batch. Ranks may have to guess the number of micro-batches, so there may be more than ``count``.
+        self._values: defaultdict[int, dict[Source, StageValue]] = defaultdict(dict)
+        self._uses_left: dict[tuple[int, Source], int] = {}  # of values that were used, and have several uses
+        self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
+        self._begun = [0] * len(pipeline.stages)  # numbers of forwards
+        self._recomputed = recomputed
+        self._thread_state = current()
+        if recomputed:
+            for of_stage in recompute:
+                of_stage.begin_step()
+
+    def keep(self, micro_batch: int, sources: Iterable[Source], values: Iterable[StageValue]) -> None:
+        """Keep those values that are used."""
+        here, uses = self._values[micro_batch], self._uses
+        for source, value in zip(sources, values, strict=False):
+            if uses[source]:
+                here[source] = value
+
+    def count_use(self, micro_batch: int, sources: Iterable[Source]) -> None:
+        """Count one use of each of these values, and release those that were used for the last time."""
+        here, uses = self._values[micro_batch], self._uses
+        for source in sources:
+            if uses[source] > 1:
+                key = micro_batch, source
+                left = self._uses_left[key] = self._uses_left.get(key, uses[source]) - 1
+                if left:
+                    continue
+            del here[source]
+
+    def run_forward(
+        self, number: int, micro_batch: int, weight: float, random: RandomSource, position: int, is_loss: bool = False
+    ) -> list[StageValue]:
+        """Run the forward of stage ``number``, with random numbers from ``position``; keep and return what it sends.
+
+        ``is_loss``: the stage computes the loss, as a part of the stage before it, and is never recomputed.
+        """
+        stage, recompute, here = self._stages[number], self.recompute[number], self._values[micro_batch]
+        received = [*map(here.__getitem__, stage.inputs)]
+        begun = self._begun[number] = self._begun[number] + 1
+        about = MicroBatch(micro_batch, self.count, weight, False, False, number - is_loss, begun == self.count, random)
+        activation = Activation(stage, about, random, position, self._thread_state)
+        is_recomputed = micro_batch in self._recomputed and not is_loss
+        with recompute.turn():
+            sent = activation.forward(received, self.graphs, recompute if is_recomputed else None)
+        if self.graphs:
+            self._activations[number, micro_batch] = activation
+        del received
+        self.count_use(micro_batch, stage.inputs)
+        for source, value in zip(self._made[number], sent, strict=False):  # as keep() does, without a call
+            if self._uses[source]:
+                here[source] = value
+        return sent
+
+
+class StepState(Step):
     """Holds everything that belongs to one mini-batch; :meth:`perform` does one action of a schedule, on any thread.
 
     For one micro-batch and stage, actions come in the order of the pipeline; for one stage and kind, in the order of
@@ -342,30 +410,20 @@ class StepState:
         an additional last stage computes (it is not in schedules); None: there is no loss. ``around``: the threads of
         the pipes that run this one inside a stage.
         """
+        count = len(micro_batches.values)
+        super().__init__(pipeline, pipeline.uses, count, graphs, recompute, recomputed)
         self.inputs = StepInputs()
         self._sums = [LeafSums() for _ in pipeline.stages]
         self.pipeline = pipeline
-        self.recompute = recompute
         self.around = around
-        self._recomputed = recomputed
-        self._graphs = graphs
-        self._thread_state = current()
         self._random = RandomSource()
         self.stream_between_actions = RandomStream(self._random, -1)
         self._weights = micro_batches.weights
-        self._uses = pipeline.uses
         cross = self.inputs.cross if graphs else BoundaryTensor
-        given = [(number, Source(INPUT, number)) for number in range(pipeline.inputs)]
-        given = [(number, source) for number, source in given if self._uses[source]]
-        self._values: list[dict[Source, StageValue]] = [
-            {source: flatten_value(values[number], cross) for number, source in given}
-            for values in micro_batches.values
-        ]
-        count = len(self._values)
-        self._uses_left: list[dict[Source, int]] = [{} for _ in range(count)]  # remaining uses of each value
-        self._activations: list[list[Activation | None]] = [[None] * count for _ in pipeline.stages]
-        self._begun = [0] * len(pipeline.stages)  # numbers of forwards, by stage
-        self._keep = False
+        given = [(number, source) for number in range(pipeline.inputs) if self._uses[source := Source(INPUT, number)]]
+        for index, values in enumerate(micro_batches.values):
+            self._values[index] = {source: flatten_value(values[number], cross) for number, source in given}
+        self._will_repeat = False  # true if another backward pass will follow
         self._loss_weights = loss_weights
         # The last stage that is in schedules.
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
@@ -373,72 +431,36 @@ class StepState:
         """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
         self._losses: list[torch.Tensor | None] = [None] * count
         self._loss_grads: dict[tuple[float, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
-        if recomputed:
-            for stage in recompute:
-                stage.begin_step()
 
     def perform(self, action: Action) -> None:
         """Perform one action, on a thread of the pipeline: see :meth:`PlanRun.perform_actions`."""
         stage, micro_batch, kind = action
         if kind is FORWARD:
-            self._forward(stage, micro_batch)
+            weight, random, stages = self._weights[micro_batch], self._random, self._last + 1
+            self.run_forward(stage, micro_batch, weight, random, micro_batch * stages + stage)
             if self._loss_weights is not None and stage == self._last:
-                self._forward(stage + 1, micro_batch)
+                position = self.count * stages + micro_batch
+                loss, reading = self.run_forward(stages, micro_batch, weight, random, position, is_loss=True)
+                self._take_loss(micro_batch, loss.leaves[0])
+                self.readings[micro_batch] = reading.leaves[0]
             return
         if self._loss_weights is not None and stage == self._last and kind is not Kind.BACKWARD_WEIGHT:
-            of_loss = self._activations[stage + 1]
-            activation, of_loss[micro_batch] = of_loss[micro_batch], None
-            assert activation is not None
-            activation.backward(self._sums[stage + 1])
-        activation = self._activations[stage][micro_batch]
-        assert activation is not None
+            self._activations.pop((stage + 1, micro_batch)).backward(self._sums[stage + 1])
+        activation = self._activations[stage, micro_batch]
         if kind is BACKWARD:
-            activation.backward(self._sums[stage], self._keep)
+            activation.backward(self._sums[stage], self._will_repeat)
         elif kind is BACKWARD_INPUT:
             activation.backward_input()
             return
         else:
             activation.backward_weight(self._sums[stage])
-        if not self._keep:
-            self._activations[stage][micro_batch] = None
-
-    def _forward(self, number: int, index: int) -> None:
-        stages, here, uses = self.pipeline.stages, self._values[index], self._uses
-        stage = stages[number]
-        received = [*map(here.__getitem__, stage.inputs)]
-        count, last = len(self._weights), self._last
-        is_loss = number > last
-        begun = self._begun[number] = self._begun[number] + 1
-        about = MicroBatch(
-            index, count, self._weights[index], False, False, min(number, last), begun == count, self._random
-        )
-        position = count * number + index if is_loss else index * (last + 1) + number
-        activation = Activation(stage, about, self._random, position, self._thread_state)
-        of_stage = self.recompute[number]
-        is_recomputed = index in self._recomputed and not is_loss
-        with of_stage.turn():
-            sent = activation.forward(received, self._graphs, of_stage if is_recomputed else None)
-        if self._graphs:
-            self._activations[number][index] = activation
-        del received
-        for source in stage.inputs:
-            if uses[source] > 1:
-                left = self._uses_left[index]
-                left[source] = left.get(source, uses[source]) - 1
-                if left[source]:
-                    continue
-            del here[source]
-        if is_loss:
-            self._take_loss(index, sent[0].leaves[0])
-            self.readings[index] = sent[1].leaves[0]
-        for source, value in zip(self.pipeline.made[number], sent, strict=False):
-            if uses[source]:
-                here[source] = value
+        if not self._will_repeat:
+            del self._activations[stage, micro_batch]
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
         """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
         tensor = self._losses[index] = loss.tensor
-        if not self._graphs:
+        if not self.graphs:
             return
         assert self._loss_weights is not None
         weight = self._loss_weights[index]
@@ -462,8 +484,8 @@ class StepState:
         Raises:
             RuntimeError: a later stage has changed an output in place that needs gradients.
         """
-        values, self._values = self._values, []
-        outputs = [[here[source] for source in self.pipeline.outputs] for here in values]
+        values, self._values = self._values, defaultdict(dict)
+        outputs = [[here[source] for source in self.pipeline.outputs] for here in values.values()]
         for leaf in [leaf for row in outputs for leaf in boundaries_of(row)]:
             if leaf.accumulator is not None:
                 receive(leaf, None)
@@ -471,7 +493,7 @@ class StepState:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the known leaves to which backwards will add gradients, each once. Call it after all forwards."""
-        activations = [activation for row in self._activations for activation in row if activation is not None]
+        activations = [self._activations[place] for place in sorted(self._activations)]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
     @property
@@ -482,7 +504,7 @@ class StepState:
 
     def begin_backward(self, keep: bool) -> None:
         """Begin a backward pass through all stages. ``keep``: there will be another backward pass."""
-        self._keep = keep
+        self._will_repeat = keep
         self._sums = [LeafSums() for _ in self.pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
@@ -492,5 +514,5 @@ class StepState:
 
     def release(self) -> None:
         """Release all values, graphs and gradients."""
-        self._values, self._activations, self._sums = [], [], []
+        self._values, self._activations, self._sums = defaultdict(dict), {}, []
         self.inputs = StepInputs()

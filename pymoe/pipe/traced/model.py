@@ -22,9 +22,9 @@ from pymoe.pipe.capture.capture import CONSTANT, Region, all_nodes
 from pymoe.pipe.capture.errors import stack_level
 from pymoe.pipe.capture.guards import Guards
 from pymoe.pipe.capture.opaque import Computed
-from pymoe.pipe.execution.shared_layers import StageLock
+from pymoe.pipe.execution.held_state import StageLock
 from pymoe.pipe.loss import find_loss
-from pymoe.pipe.stages import MicroBatches, Pipeline, Stage, StagedModel, Structure, Whole, place
+from pymoe.pipe.stages import TENSORS, MicroBatches, Pipeline, Stage, StagedModel, Structure, Whole, place
 from pymoe.pipe.traced.partition import (
     Partition,
     SharedState,
@@ -200,19 +200,9 @@ class TracedModel(StagedModel):
             part.add(stage.graph, captured.training)
             part.training = captured.training
         pipeline = Pipeline(self._stages(number, made.stages), len(captured.arguments.names), made.outputs)
-        loss = self._find_loss(captured, made)
-        guards = captured.guards(self.module)
-        variant = _Variant(
-            number,
-            captured.arguments,
-            captured.input_checks,
-            guards,
-            captured.out_spec,
-            made.leaves,
-            pipeline,
-            loss,
-            self._structure,
-        )
+        loss, guards = self._find_loss(captured, made), captured.guards(self.module)
+        of_call = captured.arguments, captured.input_checks, guards, captured.out_spec, made.leaves
+        variant = _Variant(number, *of_call, pipeline, loss, self._structure)
         self._variants.append(variant)
         return variant
 
@@ -364,9 +354,6 @@ def _boundaries(graph: fx.Graph) -> list[list[Key]]:
 
 # The modules of stages.
 
-_KINDS = ("_parameters", "_buffers")
-
-
 # These two are classes, not plain tuples, because the walk over what a stage holds
 # (:mod:`pymoe.pipe.execution.held_values`) does not follow objects of pymoe: all stages would seem to share the model.
 
@@ -471,7 +458,7 @@ class StageModule(nn.Module):
                     holder.training = child.training
                     hold(holder, child, below[name])
 
-        for kind in (*_KINDS, "_modules"):
+        for kind in (*TENSORS, "_modules"):
             self.__dict__[kind].clear()
         self._shared = []
         self.made = [_Made(self, model)]
@@ -494,7 +481,7 @@ class StageModule(nn.Module):
     def _graph_module(self, graph: fx.Graph) -> fx.GraphModule:
         """Return a graph module with this module's parameters, buffers and submodules."""
         module = fx.GraphModule(nn.Module(), fx.Graph(), f"Stage{self._number}")
-        for kind in (*_KINDS, "_modules"):
+        for kind in (*TENSORS, "_modules"):
             module.__dict__[kind] = self.__dict__[kind]
         module.graph = graph
         return module
@@ -525,7 +512,7 @@ def has(model: nn.Module, name: str) -> bool:
     *path, last = name.split(".")
     for step in path:
         module = None if module is None else module._modules.get(step)
-    return module is not None and any(module.__dict__[kind].get(last) is not None for kind in (*_KINDS, "_modules"))
+    return module is not None and any(module.__dict__[kind].get(last) is not None for kind in (*TENSORS, "_modules"))
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import Case, of_numbers, seeded
+from .case import THREE, Case, ThreeLayers, of_numbers, seeded
 
 WIDTH = 6
 
@@ -28,27 +28,18 @@ class Bent(torch.autograd.Function):
         return grad * ctx.slope * x.cos(), None
 
 
-class OwnGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
-
+class OwnGradient(ThreeLayers):
     def forward(self, x: Tensor) -> Tensor:
         x = Bent.apply(self.first(x), 0.5)
         return self.third(Bent.apply(self.second(x).tanh(), 2.0))
 
 
-class Modes(nn.Module):
+class Modes(ThreeLayers):
     """Computes different results in training and evaluation, with a part without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
         self.helper = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -85,7 +76,7 @@ class Looped(nn.Module):
 
 
 CASES = {
-    "gradients of its own": Case(seeded(OwnGradient), of_numbers(WIDTH), {"second": "BEGINNING", "third": "BEGINNING"}),
-    "training and evaluation": Case(seeded(Modes), of_numbers(WIDTH), {"second": "BEGINNING", "third": "BEGINNING"}),
+    "gradients of its own": Case(seeded(OwnGradient), of_numbers(WIDTH), THREE),
+    "training and evaluation": Case(seeded(Modes), of_numbers(WIDTH), THREE),
     "one layer in three stages": Case(seeded(Looped), of_numbers(WIDTH), {}, marks=2),
 }

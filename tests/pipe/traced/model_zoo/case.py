@@ -57,6 +57,18 @@ class Case:
         return [self.batch(max(rows[number % len(rows)], least), generator) for number in range(count)]
 
 
+class ThreeLayers(nn.Module):
+    """Has the linear layers ``first``, ``second`` and ``third``."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
+
+
+THREE = {"second": "BEGINNING", "third": "BEGINNING"}
+"""The splits of such a model into its layers."""
+
+
 def numbers(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import Batch, Case, numbers, of_numbers, seeded
+from .case import THREE, Batch, Case, ThreeLayers, numbers, of_numbers, seeded
 
 WIDTH = 6
 
@@ -75,14 +75,8 @@ class UNet(nn.Module):
         return self.leave(torch.cat([x, first], 1))
 
 
-class InPlace(nn.Module):
+class InPlace(ThreeLayers):
     """Edits in place a new value, views of it, and a value from another stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -96,7 +90,7 @@ class InPlace(nn.Module):
 
 
 CASES = {
-    "perceptron": Case(seeded(Perceptron), of_numbers(WIDTH), {"second": "BEGINNING", "third": "BEGINNING"}),
+    "perceptron": Case(seeded(Perceptron), of_numbers(WIDTH), THREE),
     "convolutions with batch norm and dropout": Case(
         seeded(convolutions),
         pictures,
@@ -109,5 +103,5 @@ CASES = {
         of_numbers(2, 8),
         {"down.1": "BEGINNING", "bottom": "BEGINNING", "up.1": "BEGINNING"},
     ),
-    "in-place edits": Case(seeded(InPlace), of_numbers(WIDTH), {"second": "BEGINNING", "third": "BEGINNING"}),
+    "in-place edits": Case(seeded(InPlace), of_numbers(WIDTH), THREE),
 }

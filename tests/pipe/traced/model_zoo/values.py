@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import Batch, Case, numbers, of_numbers, seeded
+from .case import THREE, Batch, Case, ThreeLayers, numbers, of_numbers, seeded
 
 WIDTH = 6
 
@@ -39,14 +39,8 @@ def of_three(output: tuple[Tensor, list[Tensor]], target: list[Tensor]) -> Tenso
     return F.mse_loss(late, target[0]) + 0.1 * F.mse_loss(early, target[1]) + 0.01 * F.mse_loss(x, target[2])
 
 
-class Keywords(nn.Module):
+class Keywords(ThreeLayers):
     """A middle stage takes keyword arguments: a tensor of rows, and values other than tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self, x: Tensor, *, gate: Tensor | None = None, scale: float = 1.0, kind: str = "tanh", steps: int = 1
@@ -89,14 +83,8 @@ class Buffers(nn.Module):
         return self.second(torch.tanh(x)) * self.scale
 
 
-class Named(nn.Module):
+class Named(ThreeLayers):
     """Takes and returns dictionaries that also hold values other than tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         hidden = F.softplus(self.first(batch["x"]) + batch["more"][0])
@@ -126,5 +114,5 @@ CASES = {
     ),
     "keywords": Case(seeded(Keywords), keywords, {"first": "END", "third": "BEGINNING"}),
     "buffers": Case(seeded(Buffers), of_numbers(WIDTH), {"second": "BEGINNING"}, rows_meet=True),
-    "dictionaries": Case(seeded(Named), named, {"second": "BEGINNING", "third": "BEGINNING"}, of_logits),
+    "dictionaries": Case(seeded(Named), named, THREE, of_logits),
 }
