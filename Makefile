@@ -108,6 +108,8 @@ release:
 	@if command -v nvcc; then \
 	  env -u TORCH_CUDA_ARCH_LIST CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory wheel PYMOE_CUDA=1; else \
 	  echo '== no nvcc: no wheel with CUDA kernels'; fi
+	@for wheel in dist/*.whl; do case "$$wheel" in *manylinux_2_28_*) ;; *) \
+	  echo "release: wheels must be manylinux_2_28, as torch's are, got $$wheel"; exit 1;; esac; done
 	tar xf dist/*.tar.gz -C $(RELEASE)/tree --strip-components=1 && rm -r $(RELEASE)/tree/pymoe
 	set -e; for wheel in dist/*.whl; do \
 	  echo "== $$wheel in a new environment"; \
