@@ -12,7 +12,7 @@ of ninja, so that both modules share objects and no processor waits between them
 CUDA kernels are compiled for the GPUs that torch sees, as torch's own extensions are, and for every supported
 generation where it sees none.
 
-No path of the machine that compiles gets into the modules, and none of them needs a newer glibc or libstdc++ than torch's
+No path of the machine that compiles gets into the modules, and neither needs a newer glibc or libstdc++ than torch's
 own wheels do.
 
 Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found; 1: the version says so, such as
@@ -234,8 +234,8 @@ def glibc_flags():
     """Return flags that link to functions as the oldest glibc has them; csrc/core/older_systems.cpp does the rest.
 
     A linker takes a function's default version, such as ``dlopen@GLIBC_2.34``, although the same library still has
-    ``dlopen@GLIBC_2.2.5`` for programs that were linked on older systems. So it is handed libraries in place of glibc's own
-    that list the same names, each in its newest version that the oldest glibc has, if there is one.
+    ``dlopen@GLIBC_2.2.5`` for programs that were linked on older systems. So it is handed libraries in place of glibc's
+    own that list the same names, each in its newest version that the oldest glibc has, if there is one.
     """
 
     def run(*command):
@@ -254,7 +254,9 @@ def glibc_flags():
             return []
         symbols = run("readelf", "--dyn-syms", "--wide", path)
         versions, kinds = {}, {}
-        for kind, name, at, version in re.findall(r" (\w+) +\w+ +DEFAULT +\d+ (\w+)(@@?)GLIBC_([\d.]+)$", symbols, re.MULTILINE):
+        for kind, name, at, version in re.findall(
+            r" (\w+) +\w+ +DEFAULT +\d+ (\w+)(@@?)GLIBC_([\d.]+)$", symbols, re.MULTILINE
+        ):
             versions.setdefault(name, []).append(version)
             if at == "@@":  # new programs may use it
                 kinds[name] = "object" if kind == "OBJECT" else "function"

@@ -35,8 +35,8 @@ def toolkit_version(nvcc: str) -> str:
 def without_path(nvcc: str) -> list[str]:
     """Return flags that keep a source's absolute path out of the names of what is in its anonymous namespaces.
 
-    nvcc puts a checksum of that path there, so machine code would depend on the folder of the build. The file's own name
-    is in these names, too, so one path does for all files. These are options of the programs that nvcc runs, and
+    nvcc puts a checksum of that path there, so machine code would depend on the folder of the build. The file's own
+    name is in these names, too, so one path does for all files. These are options of the programs that nvcc runs, and
     undocumented: the list is empty for a toolkit that does not use them.
     """
     option = "--orig_src_path_name"

@@ -1,6 +1,6 @@
-// Lets both modules be loaded where libstdc++ and glibc are older than those of the compiler, as far back as torch's own
-// wheels go (manylinux_2_28, with GLIBCXX_3.4.24): has what newer headers of libstdc++ call, which older ones compiled
-// inline or called by other names. All of it is hidden, so no other library sees it.
+// Lets both modules be loaded where glibc and libstdc++ are older than the compiler's, as far back as torch's own
+// wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It has what newer headers of libstdc++ call, which older ones
+// compiled inline or called by other names. All of it is hidden, so no other library sees it.
 //
 // Functions have assembler names, because names of namespace std are not ours to define.
 #include <features.h>

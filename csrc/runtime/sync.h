@@ -39,8 +39,8 @@ struct SystemSync {
   using ThreadId = std::thread::id;
   using Activity = ThreadActivity;
 
-  // Not std::condition_variable: gcc 12 binds its wait() to a libstdc++ that systems with glibc 2.34 lack, such as RHEL 9,
-  // and its wait_until() to a function that is new in glibc 2.30.
+  // Not std::condition_variable: gcc 12 binds its wait() to a libstdc++ newer than that of systems with glibc 2.34, and
+  // its wait_until() to a function that glibc has since 2.30.
   class Condition {
    public:
     Condition() {

@@ -58,7 +58,7 @@ def test_it_needs_the_library_that_brings_torchs_cuda_library_along() -> None:
 @pytest.mark.parametrize("module", ["operators", "runtime"])
 def test_it_can_be_loaded_wherever_torchs_wheels_can(module: str) -> None:
     """Debian 12's gcc binds dlopen to glibc 2.34, log to 2.29, and reference counts to a libstdc++ of gcc 11 or newer.
-    With these a wheel could not be installed on systems that torch's wheels serve: those with glibc 2.28, such as RHEL 8.
+    With these a wheel could not be installed on all systems that torch's wheels serve, such as RHEL 8 with glibc 2.28.
     """
     library = LIBRARY if module == "operators" else Path(str(_native.load_runtime().__file__))
     newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
@@ -67,8 +67,12 @@ def test_it_can_be_loaded_wherever_torchs_wheels_can(module: str) -> None:
     found = [(name, *version.split("_")) for name, version in needs]
     assert [row for row in found if tuple(int(number) for number in row[2].split(".")) > newest[row[1]]] == []
     # Where libstdc++ is old, streams come from libc10.so, from which torch's other libraries take them, too.
-    of_torch = {row[7] for row in dynamic_symbols(Path(cpp_extension.library_paths()[0], "libc10.so")) if row[6] != "UND"}
-    others = {row[7] for row in dynamic_symbols(library) if row[6] == "UND" and row[7].startswith("_Z") and "@" not in row[7]}
+    of_torch = {
+        row[7] for row in dynamic_symbols(Path(cpp_extension.library_paths()[0], "libc10.so")) if row[6] != "UND"
+    }
+    others = {
+        row[7] for row in dynamic_symbols(library) if row[6] == "UND" and row[7].startswith("_Z") and "@" not in row[7]
+    }
     assert others <= (of_torch if module == "operators" else set())
 
 

@@ -76,8 +76,8 @@ def test_the_version_names_the_toolkit_if_its_kernels_were_asked_for(tmp_path: P
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_names_of_kernels_do_not_depend_on_the_folder(tmp_path: Path) -> None:
-    """nvcc puts a checksum of a source's absolute path into the names of what is in its anonymous namespaces, so two
-    folders gave different wheels.
+    """Two folders gave different wheels: nvcc puts a checksum of a source's absolute path into the names of what is in
+    its anonymous namespaces.
     """
 
     def ptx(folder: str, flags: list[str]) -> str:
