@@ -224,9 +224,13 @@ def split(files, sign):
     return found, [file for file in files if file not in found]
 
 
-# The glibc that torch's own wheels need, and where it has what newer ones have in libc.so.6.
+# The glibc that torch's own wheels need, and which functions it has in other libraries: glibc 2.34 moved them to libc.so.6.
 OLDEST_GLIBC = (2, 28)
-ITS_LIBRARIES = ("libpthread.so.0", "libdl.so.2", "librt.so.1")
+MOVED = {
+    "libpthread.so.0": "pthread|sem|thrd|mtx|cnd|tss|call_once",
+    "libdl.so.2": "dl",
+    "librt.so.1": "aio|lio|mq|shm|timer",
+}
 
 
 @cache
@@ -235,7 +239,8 @@ def glibc_flags():
 
     A linker takes a function's default version, such as ``dlopen@GLIBC_2.34``, although the same library still has
     ``dlopen@GLIBC_2.2.5`` for programs that were linked on older systems. So it is handed libraries in place of glibc's
-    own that list the same names, each in its newest version that the oldest glibc has, if there is one.
+    own that list the same names, each in the version and the library in which the oldest glibc has it. The library
+    counts: an older loader looks for a version in the one that is named with it, and no further.
     """
 
     def run(*command):
@@ -245,33 +250,35 @@ def glibc_flags():
         return tuple(int(number) for number in version.split("."))
 
     compiler = shlex.split(os.environ["CXX"])
-    folder = ROOT / "build" / "glibc"
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
+    listed = {}
     for library in ("libc.so.6", "libm.so.6"):
         path = run(*compiler, f"-print-file-name={library}").strip()
         if not Path(path).is_absolute():  # another C library
             return []
         symbols = run("readelf", "--dyn-syms", "--wide", path)
-        versions, kinds = {}, {}
-        for kind, name, at, version in re.findall(
-            r" (\w+) +\w+ +DEFAULT +\d+ (\w+)(@@?)GLIBC_([\d.]+)$", symbols, re.MULTILINE
-        ):
-            versions.setdefault(name, []).append(version)
-            if at == "@@":  # new programs may use it
-                kinds[name] = "object" if kind == "OBJECT" else "function"
-        lines, used = [], set()
-        for name, kind in sorted(kinds.items()):
-            older = [version for version in versions[name] if numbers(version) <= OLDEST_GLIBC]
-            version = max(older or versions[name], key=numbers)
-            used.add(version)
-            lines.append(f".globl {name}; .type {name}, %{kind}; {name}: .symver {name}, {name}@@@GLIBC_{version}\n")
-        (folder / "symbols.s").write_text("".join(lines))
-        (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in sorted(used)))
+        row = r" (\w+) +\w+ +DEFAULT +\d+ (\w+)(@@?)GLIBC_([\d.]+)$"
+        versions, usual = {}, {}
+        for kind, name, at, version in re.findall(row, symbols, re.MULTILINE):
+            if numbers(version) <= OLDEST_GLIBC:
+                versions.setdefault(name, []).append(version)
+            if at == "@@":  # what new programs use
+                usual[name] = version, "object" if kind == "OBJECT" else "function"
+        for name, (version, kind) in usual.items():
+            home = library
+            if name in versions and numbers(version) > OLDEST_GLIBC:
+                if library == "libc.so.6":
+                    home = next((old for old, names in MOVED.items() if re.match(f"_*({names})", name)), None)
+                version = max(versions[name], key=numbers) if home else version
+            listed.setdefault(home or library, []).append((name, kind, version))
+    folder = ROOT / "build" / "glibc"
+    folder.mkdir(parents=True, exist_ok=True)
+    for library, rows in listed.items():
+        text = "".join(f".globl {n}; .type {n}, %{kind}; {n}: .symver {n}, {n}@@@GLIBC_{v}\n" for n, kind, v in rows)
+        (folder / "symbols.s").write_text(text)
+        (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in sorted({v for *_, v in rows})))
         flags = [f"-Wl,-soname={library},--version-script={folder / 'versions'}", "-o", folder / library]
         run(*compiler, "-shared", "-nostdlib", folder / "symbols.s", *flags)
-        made.append(str(folder / library))
-    return [*made, "-Wl,--push-state,--no-as-needed", *(f"-l:{name}" for name in ITS_LIBRARIES), "-Wl,--pop-state"]
+    return [str(folder / library) for library in listed]
 
 
 def operator_extension(cuda_home):
