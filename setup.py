@@ -275,7 +275,9 @@ def glibc_flags():
     for library, rows in listed.items():
         text = "".join(f".globl {n}; .type {n}, %{kind}; {n}: .symver {n}, {n}@@@GLIBC_{v}\n" for n, kind, v in rows)
         (folder / "symbols.s").write_text(text)
-        (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in sorted({v for *_, v in rows})))
+        (folder / "versions").write_text(
+            "".join(f"GLIBC_{version} {{}};\n" for version in sorted({v for *_, v in rows}))
+        )
         flags = [f"-Wl,-soname={library},--version-script={folder / 'versions'}", "-o", folder / library]
         run(*compiler, "-shared", "-nostdlib", folder / "symbols.s", *flags)
     return [str(folder / library) for library in listed]

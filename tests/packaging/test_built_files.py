@@ -66,6 +66,9 @@ def test_it_can_be_loaded_wherever_torchs_wheels_can(module: str) -> None:
     assert len(needs) > 20
     found = [(name, *version.split("_")) for name, version in needs]
     assert [row for row in found if tuple(int(number) for number in row[2].split(".")) > newest[row[1]]] == []
+    if module == "runtime":  # glibc 2.28 looks for these functions in no other library
+        text = subprocess.run(["readelf", "--dynamic", library], capture_output=True, text=True, check=True).stdout
+        assert {"libdl.so.2", "libpthread.so.0"} <= set(re.findall(r"NEEDED.*\[(.*)\]", text))
     # Where libstdc++ is old, streams come from libc10.so, from which torch's other libraries take them, too.
     of_torch = {
         row[7] for row in dynamic_symbols(Path(cpp_extension.library_paths()[0], "libc10.so")) if row[6] != "UND"
