@@ -224,7 +224,7 @@ def split(files, sign):
     return found, [file for file in files if file not in found]
 
 
-# The glibc that torch's own wheels need, and which functions it has in other libraries: glibc 2.34 moved them to libc.so.6.
+# The glibc that torch's own wheels need, and which functions it has in other libraries: 2.34 moved them to libc.so.6.
 OLDEST_GLIBC = (2, 28)
 MOVED = {
     "libpthread.so.0": "pthread|sem|thrd|mtx|cnd|tss|call_once",
@@ -275,9 +275,8 @@ def glibc_flags():
     for library, rows in listed.items():
         text = "".join(f".globl {n}; .type {n}, %{kind}; {n}: .symver {n}, {n}@@@GLIBC_{v}\n" for n, kind, v in rows)
         (folder / "symbols.s").write_text(text)
-        (folder / "versions").write_text(
-            "".join(f"GLIBC_{version} {{}};\n" for version in sorted({v for *_, v in rows}))
-        )
+        used = sorted({version for *_, version in rows})
+        (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in used))
         flags = [f"-Wl,-soname={library},--version-script={folder / 'versions'}", "-o", folder / library]
         run(*compiler, "-shared", "-nostdlib", folder / "symbols.s", *flags)
     return [str(folder / library) for library in listed]
