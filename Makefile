@@ -76,7 +76,7 @@ docs: $(PACKAGES) $(INSTALLED)
 	@echo 'build/docs/index.html'
 
 # pymoe._ops serves every Python, pymoe._runtime is compiled for each: the wheel holds one for every Python of PYTHONS.
-# auditwheel writes the oldest glibc that it needs into its name; torch's libraries are torch's own wheel's. Times in the
+# auditwheel refuses what needs a newer glibc than torch's wheels do; torch's libraries are torch's own wheel's. Times in the
 # archive are those of the last commit, so that the same sources give the same bytes.
 PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c \
 	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done)
@@ -86,7 +86,7 @@ wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null |
 wheel: $(PACKAGES)
 	rm -rf build/wheel build/lib* build/bdist* && mkdir -p build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(RUN) -m auditwheel repair --wheel-dir build/wheel/repaired --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
+	$(RUN) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir build/wheel/repaired --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
 	$(RUN) -m zipfile -e build/wheel/repaired/*.whl build/wheel/unpacked
 	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
 	mv build/wheel/repaired/*.whl dist

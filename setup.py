@@ -12,7 +12,8 @@ of ninja, so that both modules share objects and no processor waits between them
 CUDA kernels are compiled for the GPUs that torch sees, as torch's own extensions are, and for every supported
 generation where it sees none.
 
-No path of the machine that compiles gets into the C++ of the modules.
+No path of the machine that compiles gets into the modules, and neither needs a newer glibc or libstdc++ than torch's
+own wheels do.
 
 Environment: PYMOE_CUDA=auto|0|1 (default auto: build CUDA kernels if nvcc is found; 1: the version says so, such as
 0.1.0+cu130), CUDA_HOME, TORCH_CUDA_ARCH_LIST (for which GPUs), PYMOE_PYTHONS (for which other Pythons a wheel gets a
@@ -22,6 +23,7 @@ runtime, such as "python3.12 python3.13"), CXX (the C++ compiler), MAX_JOBS.
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -222,11 +224,70 @@ def split(files, sign):
     return found, [file for file in files if file not in found]
 
 
+# The glibc that torch's own wheels need, and which functions it has in other libraries: 2.34 moved them to libc.so.6.
+OLDEST_GLIBC = (2, 28)
+MOVED = {
+    "libpthread.so.0": "pthread|sem|thrd|mtx|cnd|tss|call_once",
+    "libdl.so.2": "dl",
+    "librt.so.1": "aio|lio|mq|shm|timer",
+}
+
+
+@cache
+def glibc_flags():
+    """Return flags that link to functions as the oldest glibc has them; csrc/core/older_systems.cpp does the rest.
+
+    A linker takes a function's default version, such as ``dlopen@GLIBC_2.34``, although the same library still has
+    ``dlopen@GLIBC_2.2.5`` for programs that were linked on older systems. So it is handed libraries in place of glibc's
+    own that list the same names, each in the version and the library in which the oldest glibc has it. The library
+    counts: an older loader looks for a version in the one that is named with it, and no further.
+    """
+
+    def run(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def numbers(version):
+        return tuple(int(number) for number in version.split("."))
+
+    compiler = shlex.split(os.environ["CXX"])
+    listed = {}
+    for library in ("libc.so.6", "libm.so.6"):
+        path = run(*compiler, f"-print-file-name={library}").strip()
+        if not Path(path).is_absolute():  # another C library
+            return []
+        symbols = run("readelf", "--dyn-syms", "--wide", path)
+        row = r" (\w+) +\w+ +DEFAULT +\d+ (\w+)(@@?)GLIBC_([\d.]+)$"
+        versions, usual = {}, {}
+        for kind, name, at, version in re.findall(row, symbols, re.MULTILINE):
+            if numbers(version) <= OLDEST_GLIBC:
+                versions.setdefault(name, []).append(version)
+            if at == "@@":  # what new programs use
+                usual[name] = version, "object" if kind == "OBJECT" else "function"
+        for name, (version, kind) in usual.items():
+            home = library
+            if name in versions and numbers(version) > OLDEST_GLIBC:
+                if library == "libc.so.6":
+                    home = next((old for old, names in MOVED.items() if re.match(f"_*({names})", name)), None)
+                version = max(versions[name], key=numbers) if home else version
+            listed.setdefault(home or library, []).append((name, kind, version))
+    folder = ROOT / "build" / "glibc"
+    folder.mkdir(parents=True, exist_ok=True)
+    for library, rows in listed.items():
+        text = "".join(f".globl {n}; .type {n}, %{kind}; {n}: .symver {n}, {n}@@@GLIBC_{v}\n" for n, kind, v in rows)
+        (folder / "symbols.s").write_text(text)
+        used = sorted({version for *_, version in rows})
+        (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in used))
+        flags = [f"-Wl,-soname={library},--version-script={folder / 'versions'}", "-o", folder / library]
+        run(*compiler, "-shared", "-nostdlib", folder / "symbols.s", *flags)
+    return [str(folder / library) for library in listed]
+
+
 def operator_extension(cuda_home):
     from torch.utils import cpp_extension
 
     registrations, others = split(sources("csrc/ops/*.cpp"), "<torch/csrc/stable/")
     files = [*others, *sources("csrc/kernels/*.cpp", "csrc/kernels/cpu/*.cpp"), merged("with_torch.cpp", registrations)]
+    files += sources("csrc/core/*.cpp")
     options = {}
     if cuda_home:
         # A CPU build of torch leaves CUDA_HOME unset and CUDAExtension would link torch_cuda, which it lacks.
@@ -240,7 +301,7 @@ def operator_extension(cuda_home):
         files,
         # A free-threaded CPython has no limited API to load.
         py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
-        extra_link_args=[*LINK_FLAGS, *TORCH_LINK_FLAGS],
+        extra_link_args=[*LINK_FLAGS, *TORCH_LINK_FLAGS, *glibc_flags()],
         **options,
     )
 
@@ -253,9 +314,10 @@ def runtime_extension():
             # Two halves, for two compilers at a time.
             merged("bindings_1.cpp", bindings[::2]),
             merged("bindings_2.cpp", bindings[1::2]),
-            *sources("csrc/runtime/*.cpp", "csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
+            *sources("csrc/core/*.cpp", "csrc/runtime/*.cpp"),
+            *sources("csrc/kernels/gather_batch_cpu.cpp", "csrc/kernels/cpu/parallel.cpp"),
         ],
-        extra_link_args=[*LINK_FLAGS, "-pthread"],
+        extra_link_args=[*LINK_FLAGS, "-pthread", *glibc_flags()],
         language="c++",
     )
 
@@ -330,7 +392,9 @@ def compile_options(cuda_home):
     # with "arch" in it, such as "research", for the architectures and leaves its own out.
     folders = (ROOT, sysconfig.get_paths()["purelib"])
     without_paths = [f"-ffile-prefix-map={folder}/=" for folder in folders]
+    flags_of_nvcc = list(NVCC_FLAGS)
     if cuda_home:
+        flags_of_nvcc += nvcc_flags.without_path(f"{cuda_home}/bin/nvcc")
         toolkit = nvcc_version(cuda_home)
         wanted = nvcc_flags.arch_list_of(seen_capabilities(), toolkit)
         arch_list = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", wanted)
@@ -339,7 +403,7 @@ def compile_options(cuda_home):
     return {
         # pybind11 of its own package comes before the copy among torch's headers.
         "include_dirs": [str(ROOT / "csrc"), pybind11_include(), *cpp_extension.include_paths()],
-        "extra_postargs": {"cxx": [*CXX_FLAGS, *without_paths, *defines], "nvcc": NVCC_FLAGS},
+        "extra_postargs": {"cxx": [*CXX_FLAGS, *without_paths, *defines], "nvcc": flags_of_nvcc},
     }
 
 

@@ -32,6 +32,20 @@ def toolkit_version(nvcc: str) -> str:
     return version_text(nvcc).split("release ")[1].split(",")[0]
 
 
+def without_path(nvcc: str) -> list[str]:
+    """Return flags that keep a source's absolute path out of the names of what is in its anonymous namespaces.
+
+    nvcc puts a checksum of that path there, so machine code would depend on the folder of the build. The file's own
+    name is in these names, too, so one path does for all files. These are options of the programs that nvcc runs, and
+    undocumented: the list is empty for a toolkit that does not use them.
+    """
+    option = "--orig_src_path_name"
+    steps = subprocess.run([nvcc, "--dryrun", "-c", __file__, "-x", "cu"], capture_output=True, text=True).stderr
+    programs = {"cudafe++": "-Xcudafe", "cicc": "-Xcicc"}
+    known = [any(name in line and option in line for line in steps.splitlines()) for name in programs]
+    return [word for flag in programs.values() for word in (flag, f"{option}=/pymoe")] if all(known) else []
+
+
 def default_arch_list(toolkit: str) -> str:
     """Return the architectures for a toolkit such as ``"13.0"``, as TORCH_CUDA_ARCH_LIST spells them.
 

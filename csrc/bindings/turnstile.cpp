@@ -1,13 +1,13 @@
 #include "bindings/turnstile.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "bindings/process.h"
+#include "runtime/sync.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -50,7 +50,7 @@ class Turnstile : public std::enable_shared_from_this<Turnstile> {
 struct Seat {
   const std::thread::id owner = std::this_thread::get_id();
   std::mutex mutex;
-  std::condition_variable wake;
+  runtime::SystemSync::Condition wake;
   enum { kWaiting, kCalled, kEmpty } state = kWaiting;  // guarded by mutex
   // The seat before this one; set when this seat is called.
   SeatPointer before;
@@ -159,7 +159,7 @@ bool Place::wait_until(Clock::time_point until) {
   {
     std::unique_lock lock(seat_->mutex);
     while (seat_->state != Seat::kCalled) {
-      if (seat_->wake.wait_until(lock, until) == std::cv_status::timeout && seat_->state != Seat::kCalled) return false;
+      if (!seat_->wake.wait_until(lock, until) && seat_->state != Seat::kCalled) return false;
     }
     seat_->state = Seat::kEmpty;
   }

@@ -20,8 +20,9 @@
 
 #include <pthread.h>
 
+#include <cerrno>
 #include <chrono>
-#include <condition_variable>
+#include <ctime>
 #include <mutex>
 #include <thread>
 
@@ -38,22 +39,33 @@ struct SystemSync {
   using ThreadId = std::thread::id;
   using Activity = ThreadActivity;
 
+  // Not std::condition_variable: gcc 12 binds its wait() to a libstdc++ newer than that of systems with glibc 2.34, and
+  // its wait_until() to a function that glibc has since 2.30.
   class Condition {
    public:
-    // What std::condition_variable::wait does. gcc 12 binds that to a version of libstdc++ that systems with glibc 2.34
-    // lack, such as RHEL 9.
-    void wait(std::unique_lock<Mutex>& lock) {
-      pthread_cond_wait(condition_.native_handle(), lock.mutex()->native_handle());
+    Condition() {
+      pthread_condattr_t attributes;
+      pthread_condattr_init(&attributes);
+      pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);  // the clock of steady_clock
+      pthread_cond_init(&condition_, &attributes);
+      pthread_condattr_destroy(&attributes);
     }
+    ~Condition() { pthread_cond_destroy(&condition_); }
+    Condition(const Condition&) = delete;
+    Condition& operator=(const Condition&) = delete;
+
+    void wait(std::unique_lock<Mutex>& lock) { pthread_cond_wait(&condition_, lock.mutex()->native_handle()); }
     // Returns false if `until` has passed.
     bool wait_until(std::unique_lock<Mutex>& lock, Time until) {
-      return condition_.wait_until(lock, until) == std::cv_status::no_timeout;
+      const auto seconds = std::chrono::floor<std::chrono::seconds>(until);
+      const timespec at{seconds.time_since_epoch().count(), std::chrono::nanoseconds(until - seconds).count()};
+      return pthread_cond_timedwait(&condition_, lock.mutex()->native_handle(), &at) != ETIMEDOUT;
     }
-    void notify_one() { condition_.notify_one(); }
-    void notify_all() { condition_.notify_all(); }
+    void notify_one() { pthread_cond_signal(&condition_); }
+    void notify_all() { pthread_cond_broadcast(&condition_); }
 
    private:
-    std::condition_variable condition_;
+    pthread_cond_t condition_;
   };
 
   static Time now() { return Clock::now(); }

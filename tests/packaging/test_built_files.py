@@ -55,13 +55,28 @@ def test_it_needs_the_library_that_brings_torchs_cuda_library_along() -> None:
     assert "libtorch.so" in re.findall(r"NEEDED.*\[(.*)\]", text)
 
 
-def test_the_runtime_waits_without_the_newest_libstdcpp() -> None:
-    """std::condition_variable::wait, as gcc 12 compiles it, needs a libstdc++ newer than that of systems with glibc
-    2.34: a wheel built on Debian 12 could not be installed there, because of this one symbol.
+@pytest.mark.parametrize("module", ["operators", "runtime"])
+def test_it_can_be_loaded_wherever_torchs_wheels_can(module: str) -> None:
+    """Debian 12's gcc binds dlopen to glibc 2.34, log to 2.29, and reference counts to a libstdc++ of gcc 11 or newer.
+    With these a wheel could not be installed on all systems that torch's wheels serve, such as RHEL 8 with glibc 2.28.
     """
-    used = {row[7].split("@")[0] for row in dynamic_symbols(Path(str(_native.load_runtime().__file__)))}
-    assert "pthread_cond_wait" in used
-    assert [name for name in used if "condition_variable4wait" in name] == []
+    library = LIBRARY if module == "operators" else Path(str(_native.load_runtime().__file__))
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # of manylinux_2_28
+    needs = [row[7].split("@") for row in dynamic_symbols(library) if row[6] == "UND" and "@" in row[7]]
+    assert len(needs) > 20
+    found = [(name, *version.split("_")) for name, version in needs]
+    assert [row for row in found if tuple(int(number) for number in row[2].split(".")) > newest[row[1]]] == []
+    if module == "runtime":  # glibc 2.28 looks for these functions in no other library
+        text = subprocess.run(["readelf", "--dynamic", library], capture_output=True, text=True, check=True).stdout
+        assert {"libdl.so.2", "libpthread.so.0"} <= set(re.findall(r"NEEDED.*\[(.*)\]", text))
+    # Where libstdc++ is old, streams come from libc10.so, from which torch's other libraries take them, too.
+    of_torch = {
+        row[7] for row in dynamic_symbols(Path(cpp_extension.library_paths()[0], "libc10.so")) if row[6] != "UND"
+    }
+    others = {
+        row[7] for row in dynamic_symbols(library) if row[6] == "UND" and row[7].startswith("_Z") and "@" not in row[7]
+    }
+    assert others <= (of_torch if module == "operators" else set())
 
 
 def test_it_uses_no_cplusplus_symbol_of_torch() -> None:

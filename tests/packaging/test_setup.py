@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from machine_code import FLAGS  # it also makes csrc importable
-from nvcc_flags import arch_list_of, default_arch_list
+from nvcc_flags import arch_list_of, default_arch_list, without_path
 
 import pymoe
 
@@ -72,6 +72,26 @@ def test_the_version_names_the_toolkit_if_its_kernels_were_asked_for(tmp_path: P
         done = run_setup("egg_info", f"--egg-base={tmp_path}", PYMOE_CUDA=wish, CUDA_HOME=str(tmp_path))
         assert done.returncode == 0, done.stderr
         assert f"\nVersion: {version}\n" in (tmp_path / "pymoe_runtime.egg-info" / "PKG-INFO").read_text()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_names_of_kernels_do_not_depend_on_the_folder(tmp_path: Path) -> None:
+    """Two folders gave different wheels: nvcc puts a checksum of a source's absolute path into the names of what is in
+    its anonymous namespaces.
+    """
+
+    def ptx(folder: str, flags: list[str]) -> str:
+        source = tmp_path / folder / "x_cuda.cu"
+        source.parent.mkdir(exist_ok=True)
+        source.write_text("namespace {\n__global__ void f(int* x) { *x = 1; }\n}\nvoid g(int* x) { f<<<1, 1>>>(x); }\n")
+        made = source.with_suffix(".ptx")
+        subprocess.run(["nvcc", *flags, "-ptx", source, "-o", made], check=True)
+        return made.read_text()
+
+    flags = without_path("nvcc")
+    assert "_x_cuda_cu_" in ptx("a", flags)
+    assert ptx("a", flags) == ptx("b", flags)
+    assert ptx("a", []) != ptx("b", [])  # what the flags are for
 
 
 def test_pythons_that_a_wheel_cannot_serve_are_refused(tmp_path: Path) -> None:
