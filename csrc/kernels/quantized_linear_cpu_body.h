@@ -4,9 +4,9 @@
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
 // processor multiplies bytes (AVX512_VNNI, FEAT_DotProd), an activation is two signed bytes, 256 * high + low, which
 // are multiplied one after the other with four codes per lane; FEAT_I8MM multiplies both at once with eight codes of
-// two outputs. Otherwise codes are widened to 16 bits and multiplied in pairs. Many rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the
-// affine and symmetric formats are multiplied in quantized_linear_fused.h, and the gradient decodes weights in
-// quantized_linear_decode.h.
+// two outputs. Otherwise codes are widened to 16 bits and multiplied in pairs. Many rows use the tiles of AMX
+// (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine and symmetric formats are
+// multiplied in quantized_linear_fused.h, and the gradient decodes weights in quantized_linear_decode.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -238,7 +238,9 @@ struct Sum {
 };
 
 // Adds products of 8 bytes: of two outputs, and of the high and the low bytes of activations.
-PYMOE_INLINE int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x) { return vusmmlaq_s32(sum, codes, x); }
+PYMOE_INLINE int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x) {
+  return vusmmlaq_s32(sum, codes, x);
+}
 PYMOE_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t codes, int8x16_t x) { return vmmlaq_s32(sum, codes, x); }
 
 // Eight codes of four outputs: of the first two, and of the others. Those of mxfp4 are twice their values, with a sign.

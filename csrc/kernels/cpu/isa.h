@@ -2,8 +2,8 @@
 //
 // A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once per instruction
 // set (for_each_isa.h). `best_isa()` is the best one that the processor offers, or a lower one that the environment
-// variable PYMOE_CPU_ISA (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm) asks for: tests run every
-// body that the machine can run.
+// variable PYMOE_CPU_ISA (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm) asks for: tests
+// run every body that the machine can run.
 //
 // amx is like v4_bf16, except that products of bf16 and of quantised weights use the tiles of AMX. Linux must grant
 // them to the process, and is asked once; if it refuses, v4_bf16 is used.
@@ -57,7 +57,7 @@ const char* name_of(Isa isa);
 #define PYMOE_SELECT_ISA_UP_TO_BF16(...) (&baseline::__VA_ARGS__)
 #endif
 #if PYMOE_NEON
-#define PYMOE_SELECT_ISA_OF_BYTES(...)                                          \
+#define PYMOE_SELECT_ISA_OF_BYTES(...)                                               \
   (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kI8mm      ? &i8mm::__VA_ARGS__    \
    : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kDotProd ? &dotprod::__VA_ARGS__ \
                                                              : &baseline::__VA_ARGS__)
