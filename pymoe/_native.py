@@ -91,12 +91,12 @@ def build_info() -> dict[str, Any]:
     Returns:
         A dictionary of strings and booleans: versions of pymoe, torch (running and built against), Python, CUDA
         toolkit and architectures of the compiled kernels, compiler (None if the runtime cannot be loaded), and the CPU
-        instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``, on aarch64 ``baseline`` or
-        ``dotprod``; the environment variable ``PYMOE_CPU_ISA`` may lower it).
+        instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``, on aarch64 ``baseline``,
+        ``dotprod`` or ``i8mm``; the environment variable ``PYMOE_CPU_ISA`` may lower it).
 
     Example:
         >>> info = pymoe.build_info()
-        >>> info["pymoe"], info["cpu_isa"] in ("baseline", "v3", "v4", "v4_bf16", "amx", "dotprod")
+        >>> info["pymoe"], info["cpu_isa"] in ("baseline", "v3", "v4", "v4_bf16", "amx", "dotprod", "i8mm")
         ('0.1.0', True)
     """
     from pymoe import __version__

@@ -15,7 +15,9 @@ EXHAUSTIVE = os.environ.get("PYMOE_EXHAUSTIVE") == "1"
 """True if every case is to run (``pytest --level=exhaustive``, which conftest.py turns into this variable)."""
 
 
-ISAS = ["baseline", "dotprod"] if platform.machine() == "aarch64" else ["baseline", "v3", "v4", "v4_bf16", "amx"]
+ISAS = (
+    ["baseline", "dotprod", "i8mm"] if platform.machine() == "aarch64" else ["baseline", "v3", "v4", "v4_bf16", "amx"]
+)
 """The instruction sets of the CPU kernels on this architecture (``PYMOE_CPU_ISA``), each a part of the next."""
 
 

@@ -3,14 +3,14 @@
 //
 // A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
 // processor multiplies bytes (AVX512_VNNI, FEAT_DotProd), an activation is two signed bytes, 256 * high + low, which
-// are multiplied one after the other with four codes per lane; otherwise codes are widened to 16 bits and multiplied in
-// pairs. Many rows use the tiles of AMX (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the
-// affine and symmetric formats are multiplied in quantized_linear_fused.h, and the gradient decodes weights in
-// quantized_linear_decode.h.
+// are multiplied one after the other with four codes per lane; FEAT_I8MM multiplies both at once with eight codes of
+// two outputs. Otherwise codes are widened to 16 bits and multiplied in pairs. Many rows use the tiles of AMX
+// (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine and symmetric formats are
+// multiplied in quantized_linear_fused.h, and the gradient decodes weights in quantized_linear_decode.h.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-inline constexpr bool kMultipliesBytes = PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD;
+inline constexpr bool kMultipliesBytes = PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD || PYMOE_ISA_HAS_I8MM;
 inline constexpr int kTileVectorsOfOutputs = static_cast<int>(kQuantizedTile) / kLanes<float>;
 
 PYMOE_INLINE vfloat to_float(vint32 value) { return __builtin_convertvector(value, vfloat); }
@@ -51,6 +51,15 @@ PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 #else
 template <Integers kIntegers>
 PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
+#if PYMOE_ISA_HAS_I8MM
+  if constexpr (kIntegers == Integers::kForVectors) {  // 8 high bytes, then their low ones
+    for (int64_t i = 0; i < kRoundedInputs; i += 8) {
+      const int16x8_t some = vcombine_s16(vmovn_s32(vld1q_s32(integers + i)), vmovn_s32(vld1q_s32(integers + i + 4)));
+      vst1q_s8(codes + 2 * i, vcombine_s8(vrshrn_n_s16(some, 8), vmovn_s16(some)));
+    }
+    return;
+  }
+#endif
   constexpr bool kBytes = kIntegers == Integers::kForTiles8 || (kIntegers == Integers::kForVectors && kMultipliesBytes);
   constexpr int kOrder[4] = {0, 2, 1, 3};  // widened codes come in even and odd pairs
   for (int64_t quad = 0; quad < kRoundedInputs; quad += 4) {
@@ -211,7 +220,72 @@ PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
   return (vfloat)(exponent << 23 | end);
 }
 
-#if PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD
+// The words of an output, of 4 codes (8 bits) or 8 codes (4 bits), that are multiplied at once.
+template <WeightFormat kFormat>
+inline constexpr int kWordsTogether = PYMOE_ISA_HAS_I8MM && bits_of(kFormat) == 8 ? 2 : 1;
+
+#if PYMOE_ISA_HAS_I8MM
+
+inline constexpr bool kLess128 = false;
+
+// Sums of codes times activations: of the high bytes and of the low ones, for one output and then for the next.
+struct Sum {
+  int32x4_t first{}, second{};
+  PYMOE_INLINE vint32 value() const {
+    constexpr int32x4_t kPlaces = {8, 0, 8, 0};
+    return (vint32)vpaddq_s32(vshlq_s32(first, kPlaces), vshlq_s32(second, kPlaces));
+  }
+};
+
+// Adds products of 8 bytes: of two outputs, and of the high and the low bytes of activations.
+PYMOE_INLINE int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x) {
+  return vusmmlaq_s32(sum, codes, x);
+}
+PYMOE_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t codes, int8x16_t x) { return vmmlaq_s32(sum, codes, x); }
+
+// Eight codes of four outputs: of the first two, and of the others. Those of mxfp4 are twice their values, with a sign.
+template <WeightFormat kFormat>
+struct Codes {
+  using Bytes = std::conditional_t<kFormat == WeightFormat::kMxfp4, int8x16_t, uint8x16_t>;
+  Bytes first, second;
+};
+
+template <WeightFormat kFormat>
+inline constexpr int kFactors = 1;
+
+template <WeightFormat kFormat>
+PYMOE_INLINE Codes<kFormat> factor(vint32 words, vint32 last, int) {
+  using Bytes = typename Codes<kFormat>::Bytes;
+  auto low = (uint8x16_t)words, high = (uint8x16_t)last;
+  if constexpr (bits_of(kFormat) == 4) {
+    low = vandq_u8(low, vdupq_n_u8(15));
+    high = vshrq_n_u8(high, 4);
+  }
+  if constexpr (kFormat == WeightFormat::kMxfp4) {
+    alignas(16) static constexpr int8_t kTwice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const auto table = (uint8x16_t)vld1q_s8(kTwice);
+    low = vqtbl1q_u8(table, low);
+    high = vqtbl1q_u8(table, high);
+  }
+  const auto a = (uint32x4_t)low, b = (uint32x4_t)high;
+  return {(Bytes)vzip1q_u32(a, b), (Bytes)vzip2q_u32(a, b)};
+}
+
+template <int kRows, int kVectors, WeightFormat kFormat>
+PYMOE_INLINE void multiply(const Codes<kFormat> (&codes)[kVectors], const int8_t* x, int64_t row_stride,
+                           Sum (&sums)[kRows][kVectors]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const int8x16_t bytes = vld1q_s8(x + r * row_stride);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      sums[r][v].first = add_products(sums[r][v].first, codes[v].first, bytes);
+      sums[r][v].second = add_products(sums[r][v].second, codes[v].second, bytes);
+    }
+  }
+}
+
+#elif PYMOE_ISA_HAS_BF16 || PYMOE_ISA_HAS_DOTPROD
 
 // Sums of codes times activations: 256 * high + low.
 struct Sum {
@@ -245,7 +319,7 @@ template <WeightFormat kFormat>
 inline constexpr int kFactors = bits_of(kFormat) == 8 ? 1 : 2;
 
 template <WeightFormat kFormat>
-PYMOE_INLINE vint32 factor(vint32 words, int i) {
+PYMOE_INLINE vint32 factor(vint32 words, vint32, int i) {
   if constexpr (kFormat == WeightFormat::kInt8) return kLess128 ? words ^ static_cast<int32_t>(0x80808080) : words;
 #if PYMOE_ISA_HAS_DOTPROD
   const vint32 codes = i == 0 ? words & 0x0f0f0f0f : (vint32)vshrq_n_u8((uint8x16_t)words, 4);
@@ -314,7 +388,7 @@ typedef uint16_t vuint16 __attribute__((vector_size(kVectorBytes)));
 
 // In the order of the activations: inputs 0 and 2, inputs 1 and 3, and for the upper halves 4 and 6, 5 and 7.
 template <WeightFormat kFormat>
-PYMOE_INLINE vint32 factor(vint32 words, int i) {
+PYMOE_INLINE vint32 factor(vint32 words, vint32, int i) {
   if constexpr (kFormat == WeightFormat::kInt8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
   if constexpr (kFormat == WeightFormat::kMxfp4) {
     const vint32 bytes = twice_plus_12((vint32)((vuint32)words >> (i / 2 * 4)) & 0x0f0f0f0f);
@@ -382,8 +456,8 @@ PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
   return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
 }
 
-inline constexpr int64_t kFactorBytes =
-    4;  // of a row's integers; where bytes are multiplied, of its high bytes, and of its low ones
+// Of a row's integers; where bytes are multiplied, of its high bytes, and of its low ones (with FEAT_I8MM, of both).
+inline constexpr int64_t kFactorBytes = PYMOE_ISA_HAS_I8MM ? 16 : 4;
 
 // The number of rows that use registers together, and of vectors of outputs: as many as the registers
 // hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
@@ -393,6 +467,13 @@ inline constexpr int kMostRows = bits_of(kFormat) == 8 ? (PYMOE_ISA_HAS_BF16 ? 3
 template <WeightFormat kFormat>
 constexpr int vectors_beside(int rows) {
   return bits_of(kFormat) == 8 || rows == 1 ? 4 : 2;
+}
+#elif PYMOE_ISA_HAS_I8MM
+template <WeightFormat kFormat>
+inline constexpr int kMostRows = bits_of(kFormat) == 8 ? 5 : 6;  // gcc 12 would keep more in memory
+template <WeightFormat kFormat>
+constexpr int vectors_beside(int rows) {
+  return rows == 1 ? 4 : bits_of(kFormat) == 8 || rows < 4 ? 2 : 1;
 }
 #else
 template <WeightFormat kFormat>
@@ -410,6 +491,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
                     const int8_t* PYMOE_RESTRICT x, const RoundedBlock* PYMOE_RESTRICT rounded,
                     float* PYMOE_RESTRICT y) {
   constexpr int kVectors = vectors_beside<kFormat>(kRows), kWidth = kLanes<float>;
+  constexpr int kTogether = kWordsTogether<kFormat>;
   constexpr int64_t kWordBytes = kQuantizedTile * 4;
   constexpr int64_t kEnds = quantized_ends_bytes(kFormat);
   constexpr int64_t kWords = bits_of(kFormat);                          // of a group
@@ -420,6 +502,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
     vfloat total[kRows][kVectors] = {};
     for (int64_t group = 0; group < groups; group += sums_of) {
       Sum sums[kRows][kVectors];
+#if !PYMOE_ISA_HAS_I8MM  // which multiplies values with their signs
       if constexpr (kFormat == WeightFormat::kMxfp4) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -428,23 +511,27 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
           for (int v = 0; v < kVectors; ++v) sums[r][v].start_from(less_12);
         }
       }
+#endif
       const uint8_t* word = from + kEnds;
-      for (int64_t i = 0; i < sums_of * kWords; ++i) {
-        vint32 words[kVectors];
+      for (int64_t i = 0; i < sums_of * kWords; i += kTogether) {
+        vint32 words[kTogether][kVectors];
+#pragma GCC unroll 2
+        for (int w = 0; w < kTogether; ++w) {
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) words[v] = load_words(word + v * kVectorBytes);
+          for (int v = 0; v < kVectors; ++v) words[w][v] = load_words(word + w * kWordBytes + v * kVectorBytes);
+        }
         if (vector == 0) {
 #pragma GCC unroll 8
-          for (int64_t line = 0; line < kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+          for (int64_t line = 0; line < kTogether * kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
         }
 #pragma GCC unroll 4
         for (int f = 0; f < kFactors<kFormat>; ++f) {
-          vint32 codes[kVectors];
+          decltype(factor<kFormat>(words[0][0], words[0][0], f)) codes[kVectors];
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) codes[v] = factor<kFormat>(words[v], f);
+          for (int v = 0; v < kVectors; ++v) codes[v] = factor<kFormat>(words[0][v], words[kTogether - 1][v], f);
           multiply<kRows, kVectors>(codes, activations + f * kFactorBytes, kRoundedBytes, sums);
         }
-        word += kWordBytes;
+        word += kTogether * kWordBytes;
         activations += kFactors<kFormat> * kFactorBytes;
       }
       if constexpr (kFormat == WeightFormat::kInt8) {

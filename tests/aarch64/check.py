@@ -16,17 +16,23 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EMULATED, NATIVE = ROOT / "build" / "cpp" / "aarch64", ROOT / "build" / "cpp" / "plain"
 EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
-JOBS = str(os.cpu_count() or 2)
+JOBS = os.cpu_count() or 2
 
-PROCESSORS = [("cortex-a72", "", "baseline"), ("max", "baseline", "baseline"), ("max", "", "dotprod")]
+PROCESSORS = [
+    ("cortex-a72", "", "baseline"),
+    ("neoverse-n1", "baseline", "baseline"),
+    ("neoverse-n1", "", "dotprod"),
+    ("max", "dotprod", "dotprod"),
+    ("max", "", "i8mm"),
+]
 """Processors that QEMU emulates, PYMOE_CPU_ISA, and the instruction set that must then be in use. A Cortex-A72 has no
-instruction that Armv8.0 lacks."""
-
+instruction that Armv8.0 lacks, and a Neoverse N1 has FEAT_DotProd without FEAT_I8MM."""
 
 FEW_SEEDS = "200"
 """Number of interleavings of each simulated scenario, which the emulator runs slowly."""
@@ -40,7 +46,7 @@ def run(*command: str | Path, **environment: str) -> None:
 def build(folder: Path, targets: list[str], *options: str) -> None:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     run("cmake", "-S", ".", "-B", folder, *generator, *options)
-    run("cmake", "--build", folder, "-j", JOBS, "--target", *targets)
+    run("cmake", "--build", folder, "-j", str(JOBS), "--target", *targets)
 
 
 def results(command: list[str], isa: str) -> tuple[str, dict[str, str]]:
@@ -55,13 +61,14 @@ def results(command: list[str], isa: str) -> tuple[str, dict[str, str]]:
 
 def compare() -> list[str]:
     """Run the program of hashes everywhere; return what differs."""
-    found, expected = results([str(NATIVE / "pymoe_results")], "baseline")
+    _, expected = results([str(NATIVE / "pymoe_results")], "baseline")
     complaints = []
     runs = [(f"{platform.machine()}, {isa}", isa, [str(NATIVE / "pymoe_results")], "") for isa in ("v3", "v4", "amx")]
     for processor, isa, wanted in PROCESSORS:
         runs.append((f"{processor}, {wanted}", isa, [*EMULATOR, processor, str(EMULATED / "pymoe_results")], wanted))
-    for name, isa, command, wanted in runs:
-        found, hashes = results(command, isa)
+    with ThreadPoolExecutor(JOBS) as pool:
+        printed = list(pool.map(lambda its: results(its[2], its[1]), runs))
+    for (name, _, _, wanted), (found, hashes) in zip(runs, printed, strict=True):
         if wanted not in ("", found):
             complaints.append(f"{name}: {found} is in use")
         if hashes.keys() != expected.keys():
@@ -82,7 +89,7 @@ def main() -> int:
     build(EMULATED, ["pymoe_tests", "pymoe_results"], f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/tests/aarch64/toolchain.cmake")
     build(NATIVE, ["pymoe_results"])
     run(
-        *("ctest", "--test-dir", EMULATED, "--output-on-failure", "-j", JOBS, "-E", "cuda_on_cpu"),
+        *("ctest", "--test-dir", EMULATED, "--output-on-failure", "-j", str(JOBS), "-E", "cuda_on_cpu"),
         PYMOE_SEEDS=FEW_SEEDS,
     )
     complaints = compare()

@@ -56,8 +56,8 @@ struct Variant {
 template <WeightFormat kFormat, typename T>
 std::vector<Variant<T>> variants(int number) {
   std::vector<Variant<T>> found = {{"emulated, baseline", &cpu::baseline::by_tiles<kFormat, T, EmulatedTiles>}};
+  [[maybe_unused]] const Isa best = cpu::best_isa();
 #if PYMOE_MULTIVERSION
-  const Isa best = cpu::best_isa();
   if (best >= Isa::kV3) found.push_back({"emulated, v3", &cpu::v3::by_tiles<kFormat, T, EmulatedTiles>});
   if (best >= Isa::kV4) found.push_back({"emulated, v4", &cpu::v4::by_tiles<kFormat, T, EmulatedTiles>});
   if (best >= Isa::kV4Bf16) found.push_back({"emulated, v4_bf16", &cpu::v4_bf16::by_tiles<kFormat, T, EmulatedTiles>});
@@ -65,7 +65,8 @@ std::vector<Variant<T>> variants(int number) {
   if (best >= Isa::kV4Bf16) found.push_back({"vectors, v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
   if (best >= Isa::kAmx) found.push_back({"amx", &cpu::v4_bf16::by_tiles<kFormat, T, cpu::AmxTiles>});
 #elif PYMOE_NEON
-  if (cpu::best_isa() == Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
+  if (best >= Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
+  if (best == Isa::kI8mm) found.push_back({"vectors, i8mm", &cpu::i8mm::by_vectors<kFormat, T>});
 #endif
   return found;
 }
@@ -208,13 +209,14 @@ void multiply_one_by_one(const TileCall<T>& call) {
 template <WeightFormat kFormat, typename T>
 std::vector<Variant<T>> variants_without_tiles() {
   std::vector<Variant<T>> found = {{"baseline", &cpu::baseline::by_vectors<kFormat, T>}};
+  [[maybe_unused]] const Isa best = cpu::best_isa();
 #if PYMOE_MULTIVERSION
-  const Isa best = cpu::best_isa();
   if (best >= Isa::kV3) found.push_back({"v3", &cpu::v3::by_vectors<kFormat, T>});
   if (best >= Isa::kV4) found.push_back({"v4", &cpu::v4::by_vectors<kFormat, T>});
   if (best >= Isa::kV4Bf16) found.push_back({"v4_bf16", &cpu::v4_bf16::by_vectors<kFormat, T>});
 #elif PYMOE_NEON
-  if (cpu::best_isa() == Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
+  if (best >= Isa::kDotProd) found.push_back({"vectors, dotprod", &cpu::dotprod::by_vectors<kFormat, T>});
+  if (best == Isa::kI8mm) found.push_back({"vectors, i8mm", &cpu::i8mm::by_vectors<kFormat, T>});
 #endif
   return found;
 }

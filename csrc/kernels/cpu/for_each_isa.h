@@ -13,7 +13,8 @@
 //
 // On aarch64 a body is compiled at level 1, whose vectors are those of NEON. A body that multiplies int8 has `#define
 // PYMOE_ISA_DOTPROD`: it is compiled once more with PYMOE_ISA_HAS_DOTPROD set, which allows the instructions of
-// FEAT_DotProd, and is selected by PYMOE_SELECT_ISA_OF_BYTES.
+// FEAT_DotProd, once more with PYMOE_ISA_HAS_I8MM set, for those of FEAT_I8MM, and is selected by
+// PYMOE_SELECT_ISA_OF_BYTES.
 //
 // System headers must be included before this file: an inline function of theirs that was first seen here would be
 // compiled for the wider instruction set, and the linker might keep that copy for everyone.
@@ -36,6 +37,7 @@
 #define PYMOE_ISA_LEVEL 1
 #define PYMOE_ISA_HAS_BF16 0
 #define PYMOE_ISA_HAS_DOTPROD 0
+#define PYMOE_ISA_HAS_I8MM 0
 #include "kernels/cpu/simd.h"
 #include PYMOE_ISA_BODY
 #undef PYMOE_ISA
@@ -134,6 +136,28 @@
 #undef PYMOE_ISA_LEVEL
 #if defined(__clang__)
 #pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("i8mm"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC target("+i8mm")  // in addition to those of the command line
+#elif !defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC target("arch=armv8.2-a+i8mm")  // what vmmlaq_s32 of arm_neon.h asks for
+#endif
+#endif
+#define PYMOE_ISA i8mm
+#undef PYMOE_ISA_HAS_DOTPROD
+#define PYMOE_ISA_HAS_DOTPROD 0
+#undef PYMOE_ISA_HAS_I8MM
+#define PYMOE_ISA_LEVEL 1
+#define PYMOE_ISA_HAS_I8MM 1
+#include "kernels/cpu/simd.h"
+#include PYMOE_ISA_BODY
+#undef PYMOE_ISA
+#undef PYMOE_ISA_LEVEL
+#if defined(__clang__)
+#pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
@@ -142,6 +166,7 @@
 
 #undef PYMOE_ISA_HAS_BF16
 #undef PYMOE_ISA_HAS_DOTPROD
+#undef PYMOE_ISA_HAS_I8MM
 #undef PYMOE_ISA_BODY
 #undef PYMOE_ISA_WIDEST
 #undef PYMOE_ISA_BF16

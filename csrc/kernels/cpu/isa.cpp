@@ -50,22 +50,28 @@ Isa offered() {
   return v4_bf16 ? Isa::kV4Bf16 : v4 ? Isa::kV4 : v3 ? Isa::kV3 : Isa::kBaseline;
 #elif PYMOE_NEON && defined(__linux__)
   constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
-  return (getauxval(AT_HWCAP) & kDotProducts) != 0 ? Isa::kDotProd : Isa::kBaseline;
+  constexpr unsigned long kMatrices = 1ul << 13;     // HWCAP2_I8MM
+  if ((getauxval(AT_HWCAP) & kDotProducts) == 0) return Isa::kBaseline;
+  return (getauxval(AT_HWCAP2) & kMatrices) != 0 ? Isa::kI8mm : Isa::kDotProd;
 #else
   return Isa::kBaseline;
 #endif
 }
 
+// The instruction sets of this architecture below its best one.
+#if PYMOE_NEON
+constexpr Isa kLower[] = {Isa::kBaseline, Isa::kDotProd};
+#else
+constexpr Isa kLower[] = {Isa::kBaseline, Isa::kV3, Isa::kV4, Isa::kV4Bf16};
+#endif
+
 Isa chosen() {
-  Isa most = Isa::kAmx;
-  const char* wish = std::getenv("PYMOE_CPU_ISA");
-  for (const Isa isa : {Isa::kBaseline, Isa::kV3, Isa::kV4, Isa::kV4Bf16}) {
-    if (wish != nullptr && std::strcmp(wish, name_of(isa)) == 0) most = isa;
-  }
   const Isa best = offered();
-  if (best == Isa::kDotProd) return most == Isa::kBaseline ? most : best;
-  if (most == Isa::kAmx && best == Isa::kV4Bf16 && grants_tiles()) return Isa::kAmx;
-  return most < best ? most : best;
+  const char* wish = std::getenv("PYMOE_CPU_ISA");
+  for (const Isa isa : kLower) {
+    if (wish != nullptr && std::strcmp(wish, name_of(isa)) == 0) return isa < best ? isa : best;
+  }
+  return best == Isa::kV4Bf16 && grants_tiles() ? Isa::kAmx : best;
 }
 
 }  // namespace
@@ -82,6 +88,7 @@ const char* name_of(Isa isa) {
     case Isa::kV4: return "v4";
     case Isa::kV3: return "v3";
     case Isa::kDotProd: return "dotprod";
+    case Isa::kI8mm: return "i8mm";
     case Isa::kBaseline: break;
   }
   return "baseline";

@@ -2,8 +2,8 @@
 //
 // A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once per instruction
 // set (for_each_isa.h). `best_isa()` is the best one that the processor offers, or a lower one that the environment
-// variable PYMOE_CPU_ISA (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod) asks for: tests run every
-// body that the machine can run.
+// variable PYMOE_CPU_ISA (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm) asks for: tests
+// run every body that the machine can run.
 //
 // amx is like v4_bf16, except that products of bf16 and of quantised weights use the tiles of AMX. Linux must grant
 // them to the process, and is asked once; if it refuses, v4_bf16 is used.
@@ -18,6 +18,7 @@ enum class Isa {
   kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: Zen 4, Sapphire Rapids and later
   kAmx,       // v4_bf16 with AMX_TILE, AMX_BF16 and AMX_INT8: Sapphire Rapids and later
   kDotProd,   // aarch64: baseline with FEAT_DotProd, which multiplies bytes; many processors since Armv8.2
+  kI8mm,      // aarch64: dotprod with FEAT_I8MM, which multiplies 2 x 8 by 8 x 2 bytes; many since Armv8.6
 };
 
 Isa best_isa();
@@ -40,7 +41,7 @@ const char* name_of(Isa isa);
 // PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same for a body with PYMOE_ISA_WIDEST 3 (for_each_isa.h).
 // PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same for a body with PYMOE_ISA_BF16, with v4_bf16::f.
 // PYMOE_SELECT_ISA_OF_BYTES(f)(args): the same for functions that multiply bytes, in a body with PYMOE_ISA_BF16 and
-// PYMOE_ISA_DOTPROD, with dotprod::f.
+// PYMOE_ISA_DOTPROD, with dotprod::f and i8mm::f.
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
   (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \
@@ -56,8 +57,10 @@ const char* name_of(Isa isa);
 #define PYMOE_SELECT_ISA_UP_TO_BF16(...) (&baseline::__VA_ARGS__)
 #endif
 #if PYMOE_NEON
-#define PYMOE_SELECT_ISA_OF_BYTES(...) \
-  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kDotProd ? &dotprod::__VA_ARGS__ : &baseline::__VA_ARGS__)
+#define PYMOE_SELECT_ISA_OF_BYTES(...)                                               \
+  (::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kI8mm      ? &i8mm::__VA_ARGS__    \
+   : ::pymoe::cpu::best_isa() == ::pymoe::cpu::Isa::kDotProd ? &dotprod::__VA_ARGS__ \
+                                                             : &baseline::__VA_ARGS__)
 #else
 #define PYMOE_SELECT_ISA_OF_BYTES(...) PYMOE_SELECT_ISA_UP_TO_BF16(__VA_ARGS__)
 #endif
