@@ -1,7 +1,8 @@
 """Tests that the files in deploy/ fit the server: its command line, probes and metrics, and how long it takes to end.
 
-systemd's own check verifies the unit where it is installed. Nothing builds the image here: the test compares the
-container file with the tree, and has setup.py read the files that it copies.
+systemd's own check verifies the unit where it is installed. Nothing builds the image here, which needs a container
+registry (docs/tutorials/service.md says what was built by hand): the test compares the container file with the tree,
+and has setup.py read the files that it copies.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import torch
 from limits import LONG
 from torch import Tensor
 
+from pymoe import _runtime
 from pymoe.runtime import Runtime, TaskPool
 
 ONE = torch.ones(1)
@@ -119,3 +122,19 @@ def test_a_heart_beats_during_many_batches() -> None:
                 pool(ONE)
             assert beats > before
     assert not heart.is_alive()
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL")
+def test_the_runtime_switches_the_gil_on() -> None:
+    """A free-threaded Python must take its GIL for the bindings, which have no other lock (docs/design.md)."""
+    load = f"""
+import importlib.util, sys
+assert not sys._is_gil_enabled()
+spec = importlib.util.spec_from_file_location("pymoe._runtime", {_runtime.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert sys._is_gil_enabled()
+"""
+    done = subprocess.run([sys.executable, "-E", "-c", load], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "(GIL) has been enabled" in done.stderr, "Python's warning"
