@@ -372,6 +372,7 @@ struct Sum {
     sum += (vint32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif PYMOE_ISA_LEVEL == 3
     sum += (vint32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    asm("" : "+x"(sum));  // gcc 12 would add up the products of several steps first, which takes more registers
 #elif PYMOE_MULTIVERSION
     sum += (vint32)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
@@ -477,27 +478,66 @@ constexpr int vectors_beside(int rows) {
 }
 #else
 template <WeightFormat kFormat>
-inline constexpr int kMostRows = bits_of(kFormat) == 8 || PYMOE_NEON ? 4 : 2;
+inline constexpr int kMostRows = bits_of(kFormat) == 8 || PYMOE_NEON || PYMOE_ISA_LEVEL == 3 ? 4 : 2;
 template <WeightFormat kFormat>
 constexpr int vectors_beside(int rows) {
   return rows == 1 ? 4 : 2;
 }
 #endif
 
+// With AVX2 more than kMostWidening rows share the codes of a block as factors of 16 bits: widening these for every few
+// rows would take up to a third of the instructions. They stay in the nearest cache.
+inline constexpr bool kSharesCodes = PYMOE_ISA_LEVEL == 3;
+template <WeightFormat kFormat>
+inline constexpr int64_t kMostWidening = bits_of(kFormat) == 8 ? 20 : 12;
+inline constexpr int kVectorsSharing = 2;
+inline constexpr int64_t kSharedBytes = kSharesCodes ? 2 * kRoundedInputs * kQuantizedTile : 1;
+
+// Writes the factors of a block's codes: two vectors of outputs after another, and for these the factors of each word
+// in the order of the inputs.
+template <WeightFormat kFormat>
+void widen_codes(const uint8_t* weight, int64_t groups, uint8_t* PYMOE_RESTRICT shared) {
+  constexpr int64_t kWordBytes = kQuantizedTile * 4, kWords = bits_of(kFormat);
+  for (int64_t vector = 0; vector < kTileVectorsOfOutputs; vector += kVectorsSharing) {
+    const uint8_t* word = weight + quantized_ends_bytes(kFormat) + vector * kVectorBytes;
+    for (int64_t group = 0; group < groups; ++group, word += quantized_ends_bytes(kFormat)) {
+      for (int64_t i = 0; i < kWords; ++i, word += kWordBytes) {
+        vint32 words[kVectorsSharing];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectorsSharing; ++v) words[v] = load_words(word + v * kVectorBytes);
+        if (vector == 0) {
+#pragma GCC unroll 8
+          for (int64_t line = 0; line < kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+        }
+#pragma GCC unroll 4
+        for (int f = 0; f < kFactors<kFormat>; ++f) {
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectorsSharing; ++v, shared += kVectorBytes) {
+            const vint32 codes = factor<kFormat>(words[v], words[v], f);
+            memcpy(shared, &codes, sizeof(codes));
+          }
+        }
+      }
+    }
+  }
+}
+
 // y[r][outputs] += the products of a block: `groups` <= 4 groups of 32 inputs. `weight` is the block's first group in a
-// tile, `ends` its scales (int4), `x` and `rounded` are the block of the first of kRows rows, `y` is (kRows, 64).
-template <WeightFormat kFormat, int kRows>
-void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RESTRICT ends, int64_t groups,
-                    const int8_t* PYMOE_RESTRICT x, const RoundedBlock* PYMOE_RESTRICT rounded,
-                    float* PYMOE_RESTRICT y) {
-  constexpr int kVectors = vectors_beside<kFormat>(kRows), kWidth = kLanes<float>;
+// tile, `shared` its codes after widen_codes (kShared), `ends` its scales (int4), `x` and `rounded` are the block of
+// the first of kRows rows, `y` is (kRows, 64).
+template <WeightFormat kFormat, bool kShared, int kRows>
+void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const uint8_t* PYMOE_RESTRICT shared,
+                    const float* PYMOE_RESTRICT ends, int64_t groups, const int8_t* PYMOE_RESTRICT x,
+                    const RoundedBlock* PYMOE_RESTRICT rounded, float* PYMOE_RESTRICT y) {
+  constexpr int kVectors = kShared ? kVectorsSharing : vectors_beside<kFormat>(kRows), kWidth = kLanes<float>;
   constexpr int kTogether = kWordsTogether<kFormat>;
-  constexpr int64_t kWordBytes = kQuantizedTile * 4;
+  constexpr int64_t kWordBytes = kShared ? kFactors<kFormat> * kVectors * kVectorBytes : kQuantizedTile * 4;
   constexpr int64_t kEnds = quantized_ends_bytes(kFormat);
   constexpr int64_t kWords = bits_of(kFormat);                          // of a group
   const int64_t sums_of = kFormat == WeightFormat::kInt8 ? groups : 1;  // groups that are added up as integers
   for (int vector = 0; vector < kTileVectorsOfOutputs; vector += kVectors) {
-    const uint8_t* from = weight + vector * kVectorBytes;
+    const uint8_t* from =
+        kShared ? shared + vector / kVectors * groups * kWords * kWordBytes : weight + kEnds + vector * kVectorBytes;
     const int8_t* activations = x;
     vfloat total[kRows][kVectors] = {};
     for (int64_t group = 0; group < groups; group += sums_of) {
@@ -512,23 +552,31 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
         }
       }
 #endif
-      const uint8_t* word = from + kEnds;
+      const uint8_t* word = from;
       for (int64_t i = 0; i < sums_of * kWords; i += kTogether) {
         vint32 words[kTogether][kVectors];
+        if constexpr (!kShared) {
 #pragma GCC unroll 2
-        for (int w = 0; w < kTogether; ++w) {
+          for (int w = 0; w < kTogether; ++w) {
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) words[w][v] = load_words(word + w * kWordBytes + v * kVectorBytes);
-        }
-        if (vector == 0) {
+            for (int v = 0; v < kVectors; ++v) words[w][v] = load_words(word + w * kWordBytes + v * kVectorBytes);
+          }
+          if (vector == 0) {
 #pragma GCC unroll 8
-          for (int64_t line = 0; line < kTogether * kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+            for (int64_t line = 0; line < kTogether * kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+          }
         }
 #pragma GCC unroll 4
         for (int f = 0; f < kFactors<kFormat>; ++f) {
           decltype(factor<kFormat>(words[0][0], words[0][0], f)) codes[kVectors];
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) codes[v] = factor<kFormat>(words[0][v], words[kTogether - 1][v], f);
+          for (int v = 0; v < kVectors; ++v) {
+            if constexpr (kShared) {
+              codes[v] = load_words(word + (f * kVectors + v) * kVectorBytes);
+            } else {
+              codes[v] = factor<kFormat>(words[0][v], words[kTogether - 1][v], f);
+            }
+          }
           multiply<kRows, kVectors>(codes, activations + f * kFactorBytes, kRoundedBytes, sums);
         }
         word += kTogether * kWordBytes;
@@ -557,7 +605,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
           }
         }
       }
-      from += sums_of * quantized_group_bytes(kFormat);
+      from += sums_of * (kShared ? kWords * kWordBytes : quantized_group_bytes(kFormat));
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -570,14 +618,14 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const float* PYMOE_RES
   }
 }
 
-template <WeightFormat kFormat>
-using MultiplyBlock = void (*)(const uint8_t*, const float*, int64_t, const int8_t*, const RoundedBlock*, float*);
+using MultiplyBlock = void (*)(const uint8_t*, const uint8_t*, const float*, int64_t, const int8_t*,
+                               const RoundedBlock*, float*);
 
 // Returns the function for `rows` rows, 1 <= rows <= kMostRows.
-template <WeightFormat kFormat>
-MultiplyBlock<kFormat> multiply_block_for(int64_t rows) {
+template <WeightFormat kFormat, bool kShared>
+MultiplyBlock multiply_block_for(int64_t rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {
-    static constexpr MultiplyBlock<kFormat> functions[] = {&multiply_block<kFormat, i + 1>...};
+    static constexpr MultiplyBlock functions[] = {&multiply_block<kFormat, kShared, i + 1>...};
     return functions[rows - 1];
   }(std::make_integer_sequence<int, kMostRows<kFormat>>{});
 }
@@ -605,10 +653,12 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
   constexpr int64_t kBlockGroups = kRoundedInputs / kQuantizedGroup;
   const int64_t groups = quantized_groups(inputs);
   alignas(64) float y[kChunk * kQuantizedTile];
+  alignas(64) uint8_t shared[kSharedBytes];
   SuperEnds ends;  // of int4
   for (int64_t chunk = 0; chunk < x.count; chunk += kChunk) {
     const int64_t size = x.count - chunk < kChunk ? x.count - chunk : kChunk;
     const int64_t parts = (size + kMostRows<kFormat> - 1) / kMostRows<kFormat>;
+    const bool shares = kSharesCodes && size > kMostWidening<kFormat>;
     memset(y, 0, static_cast<size_t>(size * kQuantizedTile) * sizeof(float));
     const uint8_t* weight = tile + quantized_head_bytes(kFormat);
     for (int64_t group = 0; group < groups; group += kBlockGroups) {
@@ -620,10 +670,15 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
       const int8_t* codes = x.codes + block * x.codes_stride + chunk * kRoundedBytes;
       const RoundedBlock* rounded = x.rounded + block * x.rounded_stride + chunk;
       const int64_t some = groups - group < kBlockGroups ? groups - group : kBlockGroups;
+      if constexpr (kSharesCodes) {
+        if (shares) widen_codes<kFormat>(weight, some, shared);
+      }
       for (int64_t part = 0, r = 0; part < parts; ++part) {
         const int64_t together = (size - r) / (parts - part);  // so that parts are as equal as possible
-        multiply_block_for<kFormat>(together)(weight, ends.of_group(group), some, codes + r * kRoundedBytes,
-                                              rounded + r, y + r * kQuantizedTile);
+        const auto multiply =
+            shares ? multiply_block_for<kFormat, kSharesCodes>(together) : multiply_block_for<kFormat, false>(together);
+        multiply(weight, shared, ends.of_group(group), some, codes + r * kRoundedBytes, rounded + r,
+                 y + r * kQuantizedTile);
         r += together;
       }
       weight += some * quantized_group_bytes(kFormat);
