@@ -237,6 +237,18 @@ MOVED = {
 def glibc_flags():
     """Return flags that link to functions as the oldest glibc has them; csrc/core/older_systems.cpp does the rest.
 
+    There are none where that cannot be done, such as without binutils. ``make wheel`` refuses modules that then need a
+    newer glibc.
+    """
+    try:
+        return [str(library) for library in libraries_of_oldest_glibc()]
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def libraries_of_oldest_glibc():
+    """Make libraries with the names of glibc's functions, for the linker, and return their paths.
+
     A linker takes a function's default version, such as ``dlopen@GLIBC_2.34``, although the same library still has
     ``dlopen@GLIBC_2.2.5`` for programs that were linked on older systems. So it is handed libraries in place of glibc's
     own that list the same names, each in the version and the library in which the oldest glibc has it. The library
@@ -279,7 +291,7 @@ def glibc_flags():
         (folder / "versions").write_text("".join(f"GLIBC_{version} {{}};\n" for version in used))
         flags = [f"-Wl,-soname={library},--version-script={folder / 'versions'}", "-o", folder / library]
         run(*compiler, "-shared", "-nostdlib", folder / "symbols.s", *flags)
-    return [str(folder / library) for library in listed]
+    return [folder / library for library in listed]
 
 
 def operator_extension(cuda_home):
