@@ -5,7 +5,7 @@ C++     core -> kernels -> ops;  core, kernels -> runtime -> bindings  (right ma
 Python  _common -> reference -> ops -> nn -> ep;  autograd -> {parallel, runtime, pipe};  {runtime, ops, nn} ->
         mixture;  all of these except ep -> integrations;  nn -> bench;  runtime -> remote. All packages may use
         _common; _common and reference import nothing except torch. At import time the package imports only torch and
-        numpy; remote imports its further dependencies itself. In pipe, only auxiliary.py uses nn, to weight losses that
+        numpy; remote imports its further dependencies itself. In pipe, only context.py uses nn, to weight losses that
         layers inject; in ep, only the folder simulate/ uses bench, to print tables. There are no import circles.
 """
 

@@ -413,11 +413,10 @@ def check_order(places: list[int], rows: int, operator: str = "grouped_linear") 
 def check_kind(name: str, argument: str, kind: object) -> None:
     """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
     if not isinstance(kind, ClampedSwiglu):
-        if type(kind) is str and kind in KINDS:
-            return
         if not isinstance(kind, str):
             raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
-        checks.choice(name, argument, kind, KINDS)
+        if kind not in KINDS:
+            checks.choice(name, argument, kind, KINDS)
         return
     for field, value in zip(("limit", "alpha", "up_offset"), kind, strict=False):
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,6 @@
-"""Types that operators pass to each other: dtypes, named results, kinds of activations, sizes of packed weights."""
+"""Types that operators pass to each other: dtypes and the casts of ``torch.autocast``, named results, kinds of
+activations, and the sizes of packed weights.
+"""
 
 from __future__ import annotations
 

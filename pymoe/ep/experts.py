@@ -1,6 +1,7 @@
 """ShardedExperts: the experts of a layer, of which each rank has and computes a part.
 
-:class:`ExpertShards` is what these and the experts of other packages' modules have in common.
+:class:`ExpertShards` is what these and the experts of other packages' modules have in common. :class:`ExpertMove`
+exchanges experts between the positions of their parameters.
 """
 
 from __future__ import annotations

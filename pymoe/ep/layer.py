@@ -220,9 +220,10 @@ def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...
     if isinstance(module, FSDPModule):
         # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
         return
-    own = {name: None if one is None else local_tensor(one) for name, one in module._parameters.items()}
-    if isinstance(module, Experts | SharedExperts) and not module.gate and networks_fit(module, own, stack, rows_TH):
-        return
+    if isinstance(module, Experts | SharedExperts) and not module.gate:
+        own = {name: None if one is None else local_tensor(one) for name, one in module._parameters.items()}
+        if networks_fit(module, own, stack, rows_TH):
+            return
     for name, size in module.sizes().items():
         parameter = getattr(module, name)
         if parameter is not None:

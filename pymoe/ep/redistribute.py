@@ -4,7 +4,8 @@
 weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
 its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
 out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
-before ``shard`` (it would update parameters that no layer uses any more).
+before ``shard`` (it would update parameters that no layer uses any more). A ``DistributedDataParallel`` that would
+average spread experts, and an optimizer that would hand them and whole parameters to one function of torch, are errors.
 """
 
 from __future__ import annotations

@@ -200,21 +200,20 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
     """Raise unless tokens, their chosen experts and the weights of the choices fit each other."""
     if _choice_fits(x, experts, weights):
         return
-    checks.floating("apply_experts", "x", x)
-    checks.rank("apply_experts", "x", x, "(T, H)")
-    checks.dtype("apply_experts", "experts", experts, torch.int32, torch.int64)
-    checks.rank("apply_experts", "experts", experts, "(T, K)")
-    checks.size("apply_experts", "experts", experts, 0, x.shape[0], "T of x")
-    checks.same_device("apply_experts", "experts", experts, "x", x)
-    checks.floating("apply_experts", "weights", weights)
+    name = "apply_experts"
+    checks.floating(name, "x", x)
+    checks.rank(name, "x", x, "(T, H)")
+    checks.dtype(name, "experts", experts, torch.int32, torch.int64)
+    checks.rank(name, "experts", experts, "(T, K)")
+    checks.size(name, "experts", experts, 0, x.shape[0], "T of x")
+    checks.same_device(name, "experts", experts, "x", x)
+    checks.floating(name, "weights", weights)
     if weights.dtype == torch.float64 != x.dtype:
-        raise TypeError(
-            f"apply_experts: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32"
-        )
+        raise TypeError(f"{name}: weights must not have dtype float64 for x of {x.dtype}, whose sums are float32")
     if weights.shape != experts.shape:
         shape, seen = tuple(experts.shape), tuple(weights.shape)
-        raise ValueError(f"apply_experts: weights must have the shape of experts ({shape}), got {seen}")
-    checks.same_device("apply_experts", "weights", weights, "x", x)
+        raise ValueError(f"{name}: weights must have the shape of experts ({shape}), got {seen}")
+    checks.same_device(name, "weights", weights, "x", x)
 
 
 def _choice_fits(x: Any, experts: Any, weights: Any) -> bool:
@@ -258,7 +257,7 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 def networks_fit(networks: Any, own: Mapping[str, Tensor | None], stack: tuple[int, ...], x: Tensor) -> bool:
     """Return whether every parameter, in ``own`` by name, has the right shape, and the device and dtype of ``x``.
 
-    Every call of a layer runs this, so it is one expression without messages, as in :mod:`pymoe._common.checks`.
+    Every call of a layer runs this, so it is one expression without messages, as in :mod:`pymoe._common.contracts`.
     """
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
@@ -303,8 +302,7 @@ def check_place(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor,
     """Raise unless a parameter has this shape, and the device of ``x``; the arguments are those of
     :func:`check_parameter`.
     """
-    if parameter.shape == shape and parameter.device == x.device:
-        return
     if parameter.shape != shape:
         raise ValueError(f"MoE: {name} must have shape {shape}{whose}, got {tuple(parameter.shape)}")
-    checks.same_device("MoE", name, parameter, "x", x)
+    if parameter.device != x.device:
+        checks.same_device("MoE", name, parameter, "x", x)

@@ -468,10 +468,8 @@ class Service(grpc.GenericRpcHandler):
             raise LookupError(f"no expert {request.expert[: wire.MAX_NAME]!r} is served here")
         size = self.budget.take(wire.unpacked_size(request.tensors))
         try:
-            if size < LONG_MESSAGE:
-                tensors = wire.unpack(request.tensors, tail, size)
-            else:
-                tensors = await _aside(wire.unpack, request.tensors, tail, size)
+            unpack = functools.partial(wire.unpack, request.tensors, tail, checked=True)
+            tensors = unpack() if size < LONG_MESSAGE else await _aside(unpack)
             if request.backward:
                 outputs, repeated = await entry.backward(request, tensors, max(seconds, 0.0))
                 self.counts["repeated" if repeated else "backward"] += 1

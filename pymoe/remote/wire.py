@@ -290,18 +290,18 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
     return size
 
 
-def unpack(packed: Sequence[Packed], tail: Tail | None = None, size: int | None = None) -> list[Tensor]:
+def unpack(packed: Sequence[Packed], tail: Tail | None = None, *, checked: bool = False) -> list[Tensor]:
     """Return the tensors of a message in memory of their own.
 
     Args:
         packed: the tensors.
         tail: the bytes that followed the message.
-        size: the result of :func:`unpacked_size`, which checks the tensors, if it is known already.
+        checked: whether :func:`unpacked_size` has already been called, which checks the tensors.
 
     Raises:
         WireError: the bytes do not match the tensors' descriptions, or see :func:`unpacked_size`.
     """
-    if size is None:
+    if not checked:
         unpacked_size(packed)
     tensors = []
     for place, one in enumerate(packed):
