@@ -616,9 +616,10 @@ class _Expected(NamedTuple):
 
 def _can_be_copied(tokens: Tokens | None) -> bool:
     try:
-        return bool(pickle.dumps(tokens))
+        pickle.dumps(tokens)
     except Exception:
         return False
+    return True
 
 
 def _shape(value: Tensor | None) -> tuple[int, ...] | None:
