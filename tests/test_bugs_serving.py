@@ -451,3 +451,14 @@ def test_a_penalty_of_gradients_does_not_lose_the_experts_part() -> None:
         (gradient,) = torch.autograd.grad(ExpertClient(backend)(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"a served expert: its backward pass cannot be differentiated again"):
         (gradient + x).square().sum().backward()
+
+
+def test_a_request_that_its_pool_ended_says_that_no_runtime_serves_the_pool() -> None:
+    """Client and pool both watch a request's time limit. If the client asked after the pool's limit, which is some
+    microseconds later, the pool ended the request, and its error did not say that no runtime was there.
+    """
+    client = ExpertClient(ExpertBackend("expert", nn.Linear(4, 4), args_schema=[BatchTensorProto(4)]), timeout=0.01)
+    call = client.submit(torch.ones(1, 4))
+    time.sleep(0.05)
+    with pytest.raises(TimeoutError, match="had not started in time; no Runtime serves the pool"):
+        call.result()

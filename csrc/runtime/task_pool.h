@@ -370,10 +370,10 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   void finish_expired(const Requests& expired) {
     if (expired.empty()) return;
     statistics_.expired.add(static_cast<int64_t>(expired.size()));
-    for (const auto& request : expired) {
-      finish(*request, std::make_exception_ptr(
-                           DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time")));
-    }
+    const auto error = std::make_exception_ptr(
+        DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time" +
+                         (strand_->attached() ? "" : "; no Runtime serves the pool")));
+    for (const auto& request : expired) finish(*request, error);
   }
 
   static uint64_t nanoseconds(typename Sync::Duration duration) {

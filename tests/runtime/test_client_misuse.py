@@ -99,12 +99,13 @@ FORMS: dict[str, Callable[[ExpertClient, Tensor], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_timeout_bounds_every_way_to_wait(form: str) -> None:
-    """The pool is not served, so nothing else ends the wait; the request is withdrawn."""
+    """The pool is not served, so nothing else ends the wait; the request is withdrawn, by its client or by the pool."""
     backend = plain()
     client = ExpertClient(backend, timeout=0.5)
-    with pytest.raises(TimeoutError, match=r"expert_forward: .* within 0.5 s; no Runtime serves the pool"):
+    with pytest.raises(TimeoutError, match=r"expert_forward.*: .* (within 0.5 s|in time); no Runtime serves the pool"):
         FORMS[form](client, torch.ones(3, 4))
-    assert backend.forward_pool._statistics()["cancelled"] == 1
+    counts = backend.forward_pool._statistics()
+    assert counts["cancelled"] + counts["expired"] == 1
     with Runtime([backend]):
         client.timeout = LONG
         assert torch.equal(FORMS[form](client, torch.ones(3, 4)), torch.ones(3, 4))
