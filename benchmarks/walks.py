@@ -4,31 +4,41 @@
 
 A walk is one call with 16 tokens, 8 experts and 2 choices per token, after two calls that warm up. ``sys.setprofile``
 counts, on the calling thread: frames (functions entered), functions, files, and turns (changes from one file to
-another). The host's time for one token is one thread's processor time, as a ratio to the same call without gradients:
-candidates take turns, and the fastest run of each counts. Prints two Markdown tables. The walk of a transformers model
-is left out where transformers is not installed.
+another). Two more walks cross processes or threads: a layer whose experts are on two ranks, counted on the first, and
+an expert that a server in this process serves over loopback, counted on the threads of client and server together. How
+often these wake differs from call to call, so the call with the median number of frames counts. The host's time for one
+token is one thread's processor time, as a ratio to the same call without gradients: candidates take turns, and the
+fastest run of each counts. Prints two Markdown tables. A walk is left out where its package is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import pymoe
+from pymoe import ep
 from pymoe.nn import MoE, quantize_experts
 
 PACKAGE = str(Path(pymoe.__file__).parent)
 TOKENS, HIDDEN, FFN, EXPERTS, CHOICES = 16, 32, 64, 8, 2
 ROW, FEWEST_ROUNDS = 100, 15
+RANKS = 2
+CALLS = 11
+PAUSE_S = 0.05
+"""Seconds after a remote call in which threads end what they do for it."""
 
 Calls = dict[str, Callable[[], object]]
 """Calls of a layer by the way in which it is called; the times of the others are compared with the first."""
@@ -64,7 +74,12 @@ def walk(call: Callable[[], object]) -> Walk:
     """Return the counts of the third call of ``call``."""
     for _ in range(2):
         call()
-    found = [(code.co_filename, code.co_qualname) for _, code in entered(call) if code.co_filename.startswith(PACKAGE)]
+    return counts_of([code for _, code in entered(call)])
+
+
+def counts_of(entered: Sequence[CodeType]) -> Walk:
+    """Return the counts of a call that entered these functions."""
+    found = [(code.co_filename, code.co_qualname) for code in entered if code.co_filename.startswith(PACKAGE)]
     files = [file for file, _ in found]
     return Walk(len(found), len(set(found)), len(set(files)), sum(a != b for a, b in pairwise(files)))
 
@@ -108,6 +123,60 @@ def experts_of_transformers() -> Callable[..., Tensor] | None:
     return next(module for module in model.modules() if type(module).__name__ == "MixtralExperts")
 
 
+def sharded_walks() -> dict[str, Walk]:
+    """Return the counts of a layer's call on the first of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_walk_on_a_rank, args=(folder,), nprocs=RANKS)
+        return {way: Walk(*counts) for way, counts in torch.load(Path(folder) / "walks.pt").items()}
+
+
+def _walk_on_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    layer = ep.shard(MoE(HIDDEN, FFN, EXPERTS, CHOICES), dist.group.WORLD)
+    found = {way: tuple(walk(call)) for way, call in calls_of(layer, torch.randn(TOKENS, HIDDEN)).items()}
+    if rank == 0:
+        torch.save(found, Path(folder) / "walks.pt")
+    dist.destroy_process_group()
+
+
+def remote_walks() -> dict[str, Walk]:
+    """Return the counts of calls of a served expert, on all threads of client and server; nothing without grpc."""
+    try:
+        from pymoe import remote
+    except ImportError:
+        return {}
+    found: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found.append(frame.f_code)
+
+    def counts(call: Callable[[], object]) -> Walk:
+        walks = []
+        for _ in range(CALLS):
+            found.clear()
+            call()
+            time.sleep(PAUSE_S)
+            walks.append(counts_of(found))
+        return sorted(walks[2:])[len(walks) // 2 - 1]
+
+    expert = nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(), nn.Linear(FFN, HIDDEN))
+    optimizer = torch.optim.SGD(expert.parameters(), 1e-3)
+    backend = pymoe.ExpertBackend("expert", expert, optimizer, args_schema=[pymoe.BatchTensorProto(HIDDEN)])
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        with remote.ExpertServer([backend], "127.0.0.1:0") as server, remote.connect(server.address) as connection:
+            client = pymoe.runtime.ExpertClient(connection.backends()[0])
+            calls = calls_of(client, torch.randn(TOKENS, HIDDEN))
+            return {way: counts(call) for way, call in calls.items()}
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
 def times(calls: Calls, budget: float) -> dict[str, float]:
     """Return each call's fastest time, in microseconds of one thread; calls take turns for ``budget`` seconds."""
     best = dict.fromkeys(calls, float("inf"))
@@ -132,6 +201,9 @@ def main() -> None:
     for layer, calls in layers(TOKENS).items():
         for way, call in calls.items():
             print(f"| {layer}, {way} | " + " | ".join(map(str, walk(call))) + " |")
+    for name, walks in {"MoE on two ranks": sharded_walks(), "remote expert": remote_walks()}.items():
+        for way, counts in walks.items():
+            print(f"| {name}, {way} | " + " | ".join(map(str, counts)) + " |")
     print("\n| one token | µs | ratio |\n|---|--:|--:|")
     for layer, calls in layers(1).items():
         found = times(calls, budget)

@@ -107,3 +107,14 @@ def test_a_model_that_was_made_layer_by_layer_is_fine_tuned(tmp_path):
     assert found["made"]["written"] < 0.6 * found["made"]["whole"]
     assert found["trained"]["peak"] > 0
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+def test_every_walk_is_counted():
+    command = [sys.executable, "-m", "benchmarks.walks", "--budget", "0.01"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    walks, times = printed.split("\n\n")
+    counts = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in walks.splitlines()[2:]}
+    assert {f"{layer}, {way}" for layer in ("MoE", "MoE on two ranks", "remote expert") for way in WAYS[1:2]} <= {*counts}
+    assert all(len(one) == 4 and all(int(count) > 0 for count in one) for one in counts.values())
+    assert times.count("\n") > 4
