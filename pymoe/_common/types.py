@@ -4,7 +4,7 @@ activations, and the sizes of packed weights.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,18 @@ Score = Literal["softmax", "sigmoid"]
 """Function that turns a router's logits into scores."""
 SCORES = ("softmax", "sigmoid")
 
+GateOptions = tuple[int, Score, bool, int, int, float]
+"""Options of a checked :func:`gate_topk`: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
+
+GateBackwardOptions = tuple[Score, bool, bool, float]
+"""Options of its backward: score, renormalize, whether the choice was made by the logits alone, scale."""
+
+
+def gate_backward_options(bias: Tensor | None, options: GateOptions) -> GateBackwardOptions:
+    """Return what the backward of a call needs to know of the call's ``bias`` and ``options``."""
+    _, score, renormalize, num_groups, _, scale = options
+    return score, renormalize, bias is None and num_groups == 0, scale
+
 
 class ClampedSwiglu(NamedTuple):
     """A swiglu whose gate and up are clamped: g * sigmoid(alpha * g) * (u + up_offset) for clamped g and u.
@@ -79,6 +91,24 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 def is_gated(kind: object) -> bool:
     """Return whether the kind turns two rows of size F, gate and up, into one."""
     return isinstance(kind, ClampedSwiglu) or kind in GATED
+
+
+ActivationOptions = tuple[int, float, float, float, bool]
+"""Arguments of the native operators: the kind's number, then limit, alpha, up_offset and interleaved of a
+:class:`ClampedSwiglu`.
+"""
+
+
+def activation_options(kind: ActivationKind) -> ActivationOptions:
+    """Return the native operators' arguments for ``kind``, which must be valid: it is not checked."""
+    if isinstance(kind, ClampedSwiglu):
+        return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
+    return (KINDS.index(kind), 0.0, 1.0, 0.0, False)
+
+
+def kind_of_options(number: int, *options: Any) -> ActivationKind:
+    """Return the kind whose :data:`ActivationOptions` these are."""
+    return ClampedSwiglu(*options) if number == len(KINDS) else KINDS[number]  # type: ignore[return-value]
 
 
 class Gate(NamedTuple):

@@ -31,6 +31,7 @@ from pymoe._common.types import (
     QuantizedWeight,
     Routing,
     accumulate_dtype,
+    activation_options,
     cast_operands,
     is_gated,
     number_of,
@@ -38,7 +39,6 @@ from pymoe._common.types import (
 from pymoe.nn.options import check_choice
 from pymoe.nn.recorded import apply_experts_recorded, is_one_node
 from pymoe.ops import index_checks, package_products, raw
-from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_recorded, is_transformed
 from pymoe.ops.grouped_linear import leaves_bias
 
@@ -174,7 +174,7 @@ def apply_experts_fused(
 ) -> Tensor:
     """Do the work of :func:`apply_experts` after autocast, for arguments that fit and for which is_one_call is true."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
-    options, x = kernel_options(activation), x.contiguous()
+    options, x = activation_options(activation), x.contiguous()
     if is_differentiated(x, weights, w_in, w_out, b_in, b_out):
         parameters = (w_in, b_in, w_out, b_out)
         return apply_experts_recorded(x, experts, weights, parameters, options, capacity, foreign_experts)
@@ -477,7 +477,7 @@ def apply_quantized_experts(
         number = w_in[0].shape[0]
         return apply_networks(x, experts, weights, number, networks, capacity=capacity, foreign_experts=foreign_experts)
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in[0].shape[0], capacity, foreign_experts)
-    number, *numbers = kernel_options(activation)
+    number, *numbers = activation_options(activation)
     return _APPLY_QUANTIZED_EXPERTS(  # type: ignore[no-any-return]
         x.contiguous(),
         experts,

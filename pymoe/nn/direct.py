@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from pymoe._common.contracts import check_gate_topk, check_kind, is_like
-from pymoe._common.types import FLOATING, FORMATS, KINDS, accumulate_dtype, autocast_enabled
+from pymoe._common.types import FLOATING, FORMATS, KINDS, accumulate_dtype, activation_options, autocast_enabled
 from pymoe.nn.apply_experts import APPLY_CHOSEN_EXPERTS, APPLY_CHOSEN_QUANTIZED_EXPERTS
 from pymoe.nn.experts import Experts
 from pymoe.nn.losses import AuxiliaryLosses
@@ -25,7 +25,6 @@ from pymoe.nn.recorded import apply_chosen_experts_recorded, count_and_inject, i
 from pymoe.nn.router import Router
 from pymoe.nn.router_product import is_one_node as routes
 from pymoe.ops import index_checks, package_products
-from pymoe.ops.expert_activation import kernel_options
 from pymoe.ops.function_calls import is_differentiated, is_transformed
 
 
@@ -79,7 +78,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     check_gate_topk(logits_TE, router.top_k, router.score, router.renormalize, bias, *groups, router.scale)
     options = router.gate_options()
     capacity = layer._capacity(x_TH.shape[0], router.top_k)
-    activation = kernel_options(experts.activation)
+    activation = activation_options(experts.activation)
     router.counted.follow(logits_TE.device)
     y_TH: Tensor
     if recorded:

@@ -22,12 +22,12 @@ from torch.compiler import is_compiling
 
 from pymoe import _torch_canaries as canaries
 from pymoe import _torch_private as private
-from pymoe._common.types import accumulate_dtype
+from pymoe._common.types import ActivationOptions, GateOptions, accumulate_dtype, gate_backward_options
 from pymoe.nn.losses import Injected
 from pymoe.ops.combine import COMBINE_BACKWARD, CombineBackward
-from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, KernelOptions, activation_backward
+from pymoe.ops.expert_activation import EXPERT_ACTIVATION_BACKWARD, activation_backward
 from pymoe.ops.function_calls import apply, call, is_transformed
-from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward, Options, backward_options
+from pymoe.ops.gate_topk import GATE_TOPK_BACKWARD, GateTopkBackward
 from pymoe.ops.grouped_linear import (
     BIAS_GRAD,
     GROUPED_LINEAR,
@@ -67,7 +67,7 @@ def apply_experts_recorded(
     experts: Tensor,
     weights: Tensor,
     parameters: Parameters,
-    activation: KernelOptions,
+    activation: ActivationOptions,
     capacity: int | None,
     foreign_experts: bool,
 ) -> Tensor:
@@ -81,9 +81,9 @@ def apply_chosen_experts_recorded(
     logits: Tensor,
     carrier: Tensor,
     bias: Tensor | None,
-    options: Options,
+    options: GateOptions,
     parameters: Parameters,
-    activation: KernelOptions,
+    activation: ActivationOptions,
     capacity: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return (T, O) and the load (E,); the arguments are the same as for the native ``apply_chosen_experts``.
@@ -162,7 +162,7 @@ class _Node(torch.autograd.Function):
         w_in: Tensor,
         w_out: Tensor,
         *others: Tensor,
-        activation: KernelOptions,
+        activation: ActivationOptions,
         whole: bool,
     ) -> None:
         """Save the tensors that the possible gradients need, in the order of :meth:`go_back`, and then ``others``."""
@@ -280,7 +280,7 @@ class _Experts(_Node):
         w_out: Tensor,
         b_out: Tensor | None,
         experts: Tensor,
-        activation: KernelOptions,
+        activation: ActivationOptions,
         capacity: int | None,
         foreign: bool,
     ) -> tuple[Tensor, ...]:
@@ -315,8 +315,8 @@ class _ChosenExperts(_Node):
         b_out: Tensor | None,
         read: tuple[Tensor],
         bias: Tensor | None,
-        options: Options,
-        activation: KernelOptions,
+        options: GateOptions,
+        activation: ActivationOptions,
         capacity: int | None,
     ) -> tuple[Tensor, ...]:
         (logits,) = read
@@ -328,7 +328,7 @@ class _ChosenExperts(_Node):
         whole = capacity is None
         _Node.keep(ctx, tuple(steps), weights, w_in, w_out, *of_gate, activation=activation, whole=whole)
         ctx.mark_non_differentiable(load)
-        ctx.chosen_by = backward_options(bias, options)
+        ctx.chosen_by = gate_backward_options(bias, options)
         return y, load, *steps[:4], weights
 
     @staticmethod

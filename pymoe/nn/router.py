@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pymoe._common import checks
 from pymoe._common.names import explain_arguments
-from pymoe._common.types import Gate, Routing, Score, autocast_enabled
+from pymoe._common.types import Gate, GateOptions, Routing, Score, autocast_enabled
 from pymoe._transforms import in_torch_func
 from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.local_tensors import LocalTensors, count_on_backward
@@ -31,7 +31,6 @@ from pymoe.nn.options import (
     warn_once,
 )
 from pymoe.nn.router_product import is_one_node, route, takes, wide_product, without_autocast
-from pymoe.ops.gate_topk import Options
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of logits; operands of one of them need no cast."""
@@ -238,7 +237,7 @@ class Router(nn.Module):
         of_weights = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
         return of_weights | {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
 
-    def gate_options(self) -> Options:
+    def gate_options(self) -> GateOptions:
         """Return the options of the choice as the native gate takes them."""
         groups = (self.num_groups or 0, self.topk_groups or 0)
         return (self.top_k, self.score, self.renormalize, *groups, float(self.scale))

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pymoe._common.types import Gate, Routing, autocast_enabled
+from pymoe._common.types import Gate, GateOptions, Routing, autocast_enabled, gate_backward_options
 from pymoe._transforms import in_torch_func
 from pymoe.ops.function_calls import call, is_recorded
-from pymoe.ops.gate_topk import GATE_ROUTING, Options, backward_options, gate_backward
+from pymoe.ops.gate_topk import GATE_ROUTING, gate_backward
 
 DEVICES = {"cuda"}
 """Types of devices for which torch has ``torch.mm`` of 16-bit operands with a float32 result."""
@@ -139,7 +139,7 @@ def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
 
 
 def route(
-    x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
+    x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: GateOptions, capacity: int | None, alone: bool
 ) -> tuple[Gate, Tensor, Tensor, Routing]:
     """Return the gate, the logits (T, E) in float32, the tokens for the experts, and their routing.
 
@@ -162,7 +162,7 @@ def route(
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: Options, capacity: int | None, alone: bool
+        x_TH: Tensor, weight: Tensor, bias: Tensor | None, options: GateOptions, capacity: int | None, alone: bool
     ) -> tuple[Tensor, ...]:
         logits_TE = multiply(x_TH, weight)
         return x_TH.view_as(x_TH), logits_TE, *GATE_ROUTING(logits_TE, bias, *options, capacity)
@@ -174,7 +174,7 @@ class _Route(torch.autograd.Function):
         ctx.mark_non_differentiable(experts_TK, *others)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TH, weight, logits_TE, experts_TK)
-        ctx.options = backward_options(bias, options)
+        ctx.options = gate_backward_options(bias, options)
 
     @staticmethod
     def backward(  # type: ignore[override]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pymoe._common.contracts import check_expert_activation
-from pymoe._common.types import KINDS, ActivationKind, ClampedSwiglu, is_gated
+from pymoe._common.types import ActivationKind, ClampedSwiglu, activation_options, is_gated, kind_of_options
 from pymoe.ops import index_checks
 from pymoe.ops.function_calls import call
 from pymoe.ops.grouped_linear import BiasGrad, rows_of_bias
@@ -23,21 +23,6 @@ from pymoe.reference.expert_activation import expert_activation as reference
 
 _EXPERT_ACTIVATION = torch.ops.pymoe.expert_activation.default
 EXPERT_ACTIVATION_BACKWARD = torch.ops.pymoe.expert_activation_backward.default
-
-KernelOptions = tuple[int, float, float, float, bool]
-"""Arguments of the kernel: the kind's number, then limit, alpha, up_offset and interleaved of a ``ClampedSwiglu``."""
-
-
-def kernel_options(kind: ActivationKind) -> KernelOptions:
-    """Return the native operators' arguments for ``kind``, which must be valid: it is not checked."""
-    if isinstance(kind, ClampedSwiglu):
-        return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
-    return (KINDS.index(kind), 0.0, 1.0, 0.0, False)
-
-
-def _kind_of(number: int, *options: Any) -> ActivationKind:
-    return ClampedSwiglu(*options) if number == len(KINDS) else KINDS[number]  # type: ignore[return-value]
-
 
 _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -105,10 +90,10 @@ def activation_backward(grad: Tensor, h: Tensor, *arguments: Any) -> Tensor:
     Args:
         grad: (S, F).
         h: (S, 2F) for gated kinds, else (S, F).
-        arguments: the five of :data:`KernelOptions`; then perhaps the bias and the offsets, or None for both.
+        arguments: the five of :data:`ActivationOptions`; then perhaps the bias and the offsets, or None for both.
     """
     if torch.is_grad_enabled():
-        kind, (bias, offsets) = _kind_of(*arguments[:5]), arguments[5:] or (None, None)
+        kind, (bias, offsets) = kind_of_options(*arguments[:5]), arguments[5:] or (None, None)
         if bias is None:
             return gradients_again(lambda values: _activated(values, kind), (h,), grad)[0]
         return gradients_again(lambda values, its: _activated(values, kind, its, offsets), (h, bias), grad)[0]
@@ -131,12 +116,12 @@ def raw(h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Te
     """Return the result of :func:`expert_activation`, without checks of the arguments."""
     if bias is not None and offsets is not None:
         bias, offsets = bias.contiguous(), offsets.contiguous()
-    return call(ExpertActivation, h.contiguous(), bias, offsets, *kernel_options(kind))  # type: ignore[no-any-return]
+    return call(ExpertActivation, h.contiguous(), bias, offsets, *activation_options(kind))  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("pymoe::expert_activation")
 def _(h: Tensor, *options: Any) -> Tensor:
-    return h.new_empty((h.shape[0], h.shape[1] // 2 if is_gated(_kind_of(*options[:5])) else h.shape[1]))
+    return h.new_empty((h.shape[0], h.shape[1] // 2 if is_gated(kind_of_options(*options[:5])) else h.shape[1]))
 
 
 @torch.library.register_fake("pymoe::expert_activation_backward")

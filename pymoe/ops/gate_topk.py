@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pymoe._common.contracts import check_gate_topk
-from pymoe._common.types import Gate, Score, accumulate_dtype
+from pymoe._common.types import Gate, GateBackwardOptions, Score, accumulate_dtype, gate_backward_options
 from pymoe.ops.function_calls import call
 from pymoe.ops.transforms import gradients_again
 from pymoe.reference.gate_topk import gate_topk as reference
@@ -22,18 +22,6 @@ GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
 """The gate together with :func:`pymoe.ops.build_routing`, which on a GPU reuses the gate's counts to sort."""
 GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
-
-Options = tuple[int, Score, bool, int, int, float]
-"""Options of a checked call: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
-
-BackwardOptions = tuple[Score, bool, bool, float]
-"""Options of the backward: score, renormalize, whether the choice was made by the logits alone, scale."""
-
-
-def backward_options(bias: Tensor | None, options: Options) -> BackwardOptions:
-    """Return what the backward of a call needs to know of the call's ``bias`` and ``options``."""
-    _, score, renormalize, num_groups, _, scale = options
-    return score, renormalize, bias is None and num_groups == 0, scale
 
 
 class GateTopk(torch.autograd.Function):
@@ -57,7 +45,7 @@ class GateTopk(torch.autograd.Function):
         ctx.mark_non_differentiable(experts, load)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, experts)
-        ctx.options = backward_options(bias, tuple(options))  # type: ignore[arg-type]
+        ctx.options = gate_backward_options(bias, tuple(options))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -97,7 +85,7 @@ class GateTopkBackward(torch.autograd.Function):
 
 
 def gate_backward(
-    grad: Tensor, logits: Tensor, experts: Tensor, options: BackwardOptions, *, narrow: bool = False
+    grad: Tensor, logits: Tensor, experts: Tensor, options: GateBackwardOptions, *, narrow: bool = False
 ) -> Tensor:
     """Return the gradient of a gate's logits (T, E), given the gradient of its weights.
 
@@ -105,7 +93,7 @@ def gate_backward(
         grad: (T, K), the gradient of the weights, contiguous.
         logits: (T, E).
         experts: (T, K), the experts that the gate has chosen.
-        options: from :func:`backward_options`.
+        options: from :func:`~pymoe._common.types.gate_backward_options`.
         narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """
     if narrow:

@@ -59,7 +59,7 @@ FUNCTIONS = {
             "expert_activation",
             *checked("expert_activation"),
             "raw",
-            "kernel_options",
+            "activation_options",
             "call",
             "forward",
         ),

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from pymoe import reference
-from pymoe._common.types import is_gated, number_of
+from pymoe._common.types import activation_options, is_gated, number_of
 from pymoe.bench.operators import uniform
-from pymoe.ops.expert_activation import kernel_options
 from specs import RawCall, routings
 from specs.expert_activation import ACTIVATIONS
 from specs.quantized_weight import FORMATS
@@ -19,7 +18,7 @@ def raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
     experts = routings.distinct(6, 2, 4, generator)
     weights = uniform(6, 2, dtype=torch.float32, generator=generator)
     for name, kind in ACTIVATIONS.items():
-        number, *numbers = kernel_options(kind)
+        number, *numbers = activation_options(kind)
         dtype = torch.bfloat16 if number == 0 else torch.float32
         x = uniform(6, 5, dtype=dtype, generator=generator)
         w_in = uniform(4, 6 if is_gated(kind) else 3, 5, dtype=dtype, generator=generator)

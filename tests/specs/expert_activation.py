@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from pymoe._common.types import KINDS, ActivationKind, is_gated
+from pymoe._common.types import KINDS, ActivationKind, activation_options, is_gated
 from pymoe.bench.calls import Sample
 from pymoe.bench.operators import offsets_of, uniform
-from pymoe.ops.expert_activation import kernel_options
 from pymoe.reference import ClampedSwiglu
 from specs import ErrorInput, RawCall, specify
 from specs.samples import expanded, layouts, special_values, sprinkled
@@ -134,10 +133,10 @@ def _raw_calls(generator: torch.Generator) -> Iterator[RawCall]:
             h = uniform(5, 12, dtype=dtype, generator=generator)
             grad = uniform(5, 6 if is_gated(kind) else 12, dtype=dtype, generator=generator)
             name = f"{kind_name}_{str(dtype).removeprefix('torch.')}"
-            yield RawCall(name, "expert_activation", (h, *kernel_options(kind)))
-            yield RawCall(f"{name}_backward", "expert_activation_backward", (grad, h, *kernel_options(kind)))
+            yield RawCall(name, "expert_activation", (h, *activation_options(kind)))
+            yield RawCall(f"{name}_backward", "expert_activation_backward", (grad, h, *activation_options(kind)))
             bias, offsets = uniform(3, 12, dtype=dtype, generator=generator), offsets_of([2, 0, 2])
-            arguments = (h, *kernel_options(kind), bias, offsets)
+            arguments = (h, *activation_options(kind), bias, offsets)
             yield RawCall(f"{name}_bias", "expert_activation", arguments)
             yield RawCall(f"{name}_bias_backward", "expert_activation_backward", (grad, *arguments))
 

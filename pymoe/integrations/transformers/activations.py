@@ -97,14 +97,14 @@ def dense_activation(network: nn.Module) -> Activation | None:
     return gated_activation(act_fn) if hasattr(network, "gate_proj") else _without_gate(act_fn)
 
 
-def followed_by_cast(activation: Activation, dtype: torch.dtype) -> Activation:
-    """Return an activation whose rows have ``dtype``, even if a model's own function returns another one.
+def followed_by_cast(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return an activation whose rows have ``dtype``, even if the model's own function returns another one.
 
     Args:
-        activation: the computation between two products; pymoe's activations keep the dtype of the rows.
+        activation: a model's computation between two products. (pymoe's kinds keep the dtype of the rows.)
         dtype: the dtype of the rows that the second product takes.
     """
-    return (lambda rows: activation(rows).to(dtype)) if callable(activation) else activation
+    return lambda rows: activation(rows).to(dtype)
 
 
 def gated_activation(act_fn: Any) -> Activation:

@@ -104,7 +104,8 @@ def run_experts(
     b_in = None if b_in is None else b_in.to(w_in.dtype)
     b_out = None if b_out is None else b_out.to(w_in.dtype)
     operand = as_operand(x, w_in)
-    activation = followed_by_cast(activation, operand.dtype)
+    if callable(activation):
+        activation = followed_by_cast(activation, operand.dtype)
     if post_norm is None and not adapters_in and not adapters_out:
         y = apply_experts(
             *(operand, index, weights, w_in, w_out),

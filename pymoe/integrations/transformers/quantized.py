@@ -80,7 +80,8 @@ def run_quantized_experts(
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)
     b_in, b_out = (None if bias is None else bias.to(operand.dtype) for bias in (b_in, b_out))
-    activation = followed_by_cast(activation, operand.dtype)
+    if callable(activation):
+        activation = followed_by_cast(activation, operand.dtype)
     adapters = bool(adapters_in or adapters_out)
     parts = (w_in, QuantizedLinear), (w_out, QuantizedLinear)
     if post_norm is None and not adapters and are_called_plainly(*parts):
