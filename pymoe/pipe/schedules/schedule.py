@@ -399,14 +399,14 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
     Megatron-LM" (2021), arXiv 2104.04473, section 2.2.
 
     Each of p = ceil(stages / v) workers has v = ``virtual_stages`` stages: stage s is on worker s mod p. Compared with
-    1F1B of the same model cut into p stages, the time lost is divided by v: with m a multiple of p the bubble is
-    (p - 1) / (v m + p - 1). Worker r holds up to 2(p - r - 1) + (v - 1) p + 1 activations, each of a stage that is 1/v
-    as large.
+    1F1B of the same model cut into p stages, the time lost is divided by v: for m >= p micro-batches the bubble is
+    (p - 1) / (v m + p - 1).
 
-    Micro-batches form groups; a group goes through all stages of a worker before the next one does. The paper requires
-    groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one, and none
-    is smaller than p unless m is. If the number of stages is not a multiple of v, the last workers have one stage
-    fewer.
+    Micro-batches form groups; a group goes through all stages of a worker before the next group does. The paper
+    requires groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one,
+    and no group is smaller than p unless m is. Worker r holds up to min(v m, 2(p - r - 1) + (v - 1) g + 1) activations,
+    each of a stage that is 1/v as large; g is the size of the largest group. If the number of stages is not a multiple
+    of v, the last workers have one stage fewer.
     """
     workers = -(-stages // virtual_stages)
     rounds = max(1, micro_batches // workers)
