@@ -617,7 +617,7 @@ def warn_of_micro_batches(model: nn.Module) -> None:
         is_plain = isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
         if is_plain and (layer.training or layer.running_mean is None):
             does = "normalises each micro-batch by itself"
-            remedy = "take LayerNorm or GroupNorm; pymoe.pipe.convert_deferred_batch_norm(model) mends the running "
+            remedy = "take LayerNorm or GroupNorm; pymoe.pipe.convert_deferred_batch_norm(model) corrects the running "
             remedy += "statistics alone"
         elif has_capacity(layer):
             does, remedy = "may drop tokens past the capacity of each micro-batch", "take capacity_factor=None"

@@ -97,7 +97,7 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
     for name in found:
         if routers.get(name) is None:
             raise ValueError(
-                f"add_router_losses: expected experts beside a router called {' or '.join(ROUTERS)}, got {name}"
+                f"add_router_losses: expected experts next to a router called {' or '.join(ROUTERS)}, got {name}"
             )
     attached = Attached()
     for name, experts in found.items():

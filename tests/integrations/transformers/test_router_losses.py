@@ -160,7 +160,7 @@ def test_arguments():
         add_router_losses(model, aux_loss_coef=-1.0)
     with pytest.raises(ValueError, match="got Linear with none"):
         add_router_losses(torch.nn.Linear(2, 2), z_loss_coef=0.1)
-    with pytest.raises(ValueError, match="expected experts beside a router"):
+    with pytest.raises(ValueError, match="expected experts next to a router"):
         add_router_losses(model.model.layers[0].mlp.experts, z_loss_coef=0.1)
     add_router_losses(model, z_loss_coef=0.1)
     with pytest.raises(ValueError, match="expected a model without added losses"):
