@@ -6,7 +6,9 @@
     python tests/run_all.py --exhaustive [STEP ...]  # all of it, every case, longer stress: ``make test-all``
 
 tests/selection.py selects the Python tests of each level. Each step's output goes to the terminal and to
-build/tests/STEP.log. After a failed step the others still run; the exit status is 1 if any step failed.
+build/tests/STEP.log. After a failed step the others still run; the exit status is 1 if any step failed. With
+``--seconds S`` nothing runs longer than S seconds after the start: a step that runs then is stopped, and steps that are
+left are not run. The summary names both, and they do not count as failed.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,7 +149,6 @@ def deep_steps(level: str) -> list[Step]:
     """Return the steps that find rare faults: sanitizers, planted faults, aarch64, PTX, all cases of grids."""
     cases = [f"--level={level}"] if level == "exhaustive" else []
     return [
-        *([python_step(level)] if level == "deep" else []),
         Step(
             "cuda-compile",
             "CUDA kernels for every GPU that ships, and PTX: no warning, no spill (table in build/cuda/registers.md)",
@@ -189,44 +193,64 @@ def deep_steps(level: str) -> list[Step]:
                 [PYTHON, "tests/mutants/run.py", "streams"],
             ],
         ),
+        *([python_step(level)] if level == "deep" else []),
         *([packaging_step("packaging-deep", "CUDA kernels, C++ libraries", level)] if level == "deep" else []),
     ]
 
 
+NO_TIME = "no time was left"
 # The line of a log that holds the outcome.
 OUTCOME = re.compile(
     r"(\d+ passed|\d+ failed|tests passed|[Cc]hecks passed|already formatted|Success:|^Found \d+|error)"
 )
 
 
-def start_process(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+def start_process(command: list[str], environment: dict[str, str], alone: bool) -> subprocess.Popen[str]:
+    """Start a command; ``alone``: as the leader of a process group, which can be stopped with all its processes."""
     return subprocess.Popen(
         command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=alone,
     )  # fmt: skip
 
 
-def run(step: Step) -> tuple[bool, str, float]:
-    print(f"\n=== {step.name}: {step.about}", flush=True)
+def stop_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(step: Step, end: float | None) -> tuple[bool, str, float]:
+    """Run a step, until the time ``end`` at the latest; return whether it passed, its outcome, and its seconds."""
     start = time.monotonic()
+    if end is not None and start >= end:
+        return True, f"not run: {NO_TIME}", 0.0
+    print(f"\n=== {step.name}: {step.about}", flush=True)
     outcome = ""
     passed = True
     with open(RESULTS / f"{step.name}.log", "w") as log:
         for command in step.commands:
             print("$ " + " ".join(command), flush=True)
             try:
-                process = start_process(command, step.environment)
+                process = start_process(command, step.environment, end is not None)
             except OSError as error:  # a missing tool must not prevent the other steps
                 outcome, passed = f"{command[0]}: {error.strerror}", False
                 print(outcome, flush=True)
                 break
             assert process.stdout is not None
+            if end is not None:
+                timer = threading.Timer(end - time.monotonic(), stop_group, [process])
+                timer.start()
             for line in process.stdout:
                 print(line, end="", flush=True)
                 log.write(line)
                 if OUTCOME.search(line):
                     outcome = line.strip().strip("= ")
-            if process.wait() != 0:
+            status = process.wait()
+            if end is not None:
+                timer.cancel()
+                if time.monotonic() >= end and status == -signal.SIGKILL:
+                    outcome = f"stopped: {NO_TIME}"
+                    break
+            if status != 0:
                 outcome = f"{outcome} (exit status {process.returncode})".strip()
                 passed = False
                 break
@@ -242,8 +266,10 @@ def main() -> int:
         ("exhaustive", "both, with every case and longer stress"),
     ):
         level.add_argument(f"--{name}", dest="level", action="store_const", const=name, default="usual", help=about)
+    parser.add_argument("--seconds", type=float, metavar="S", help="run nothing for longer than this")
     parser.add_argument("words", nargs="*", metavar="STEP", help="a part of the names of the steps to run")
     options = parser.parse_args()
+    end = None if options.seconds is None else time.monotonic() + options.seconds
     steps = steps_of(options.level)
     names = [step.name for step in steps]
     unknown = [word for word in options.words if not any(word in name for name in names)]
@@ -252,14 +278,17 @@ def main() -> int:
         return 2
     steps = [step for step in steps if not options.words or any(word in step.name for word in options.words)]
     RESULTS.mkdir(parents=True, exist_ok=True)
-    results = [(step, *run(step)) for step in steps]
+    results = [(step, *run(step, end)) for step in steps]
 
     print(f"\n=== summary (logs and reports in {RESULTS.relative_to(ROOT)}/)")
-    for step, passed, outcome, seconds in results:
-        print(f"{'ok  ' if passed else 'FAIL'} {step.name:<16} {seconds:6.0f} s  {outcome}")
     failed = [step.name for step, passed, *_ in results if not passed]
+    left = [step.name for step, _, outcome, _ in results if outcome.endswith(NO_TIME)]
+    for step, _, outcome, seconds in results:
+        word = "FAIL" if step.name in failed else "left" if step.name in left else "ok"
+        print(f"{word:<4} {step.name:<16} {seconds:6.0f} s  {outcome}")
     total = sum(seconds for *_, seconds in results)
-    print(f"FAILED: {', '.join(failed)}" if failed else f"all {len(results)} steps passed in {total / 60:.1f} min")
+    verdict = f"not finished: {', '.join(left)}; no other step failed" if left else f"all {len(results)} steps passed"
+    print(f"FAILED: {', '.join(failed)}" if failed else f"{verdict} in {total / 60:.1f} min")
     return 1 if failed else 0
 
 

@@ -370,9 +370,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   void finish_expired(const Requests& expired) {
     if (expired.empty()) return;
     statistics_.expired.add(static_cast<int64_t>(expired.size()));
-    const auto error = std::make_exception_ptr(
-        DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time" +
-                         (strand_->attached() ? "" : "; no Runtime serves the pool")));
+    const auto error =
+        std::make_exception_ptr(DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time" +
+                                                 (strand_->attached() ? "" : "; no Runtime serves the pool")));
     for (const auto& request : expired) finish(*request, error);
   }
 
