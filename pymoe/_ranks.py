@@ -1,4 +1,4 @@
-"""Lets a rank learn whether others of its process group have failed, and end its own waits for them.
+"""Tells a rank whether others of its process group have failed, and ends its own waits for them.
 
 The system tells whether a process of the same host has ended (:class:`Process`). The store of the group holds records
 that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It closes
@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return an ID that is equal in processes of one host and one PID namespace; an empty string if it is unknown."""
+    """Return an ID shared by all processes of this boot of the host in this PID namespace; "" if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -46,7 +46,7 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether the process is or was on this host, without which :meth:`has_ended` does not work."""
+        """Return whether the process is or was on this host. If not, :meth:`has_ended` is always False."""
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:

@@ -1,7 +1,7 @@
 """Lists the private names of torch on which pymoe depends, with the reason why no public name will do.
 
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``), except
-that ``pymoe.reference`` and ``pymoe._common``, which may not import this one, take ``FakeTensor`` from torch. All of
+that ``pymoe.reference`` and ``pymoe._common``, which may not import this module, take ``FakeTensor`` from torch. All of
 these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are missing. The
 objects are torch's own, so calls through this module cost nothing more.
 
@@ -79,8 +79,8 @@ current_graph_task_id: Any = _C._current_graph_task_id
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base of ``autograd.Function``; the base of that class, which has the inner ``apply`` that the public one calls;
-# and the metaclass of both, which determines the function that ``apply`` runs.
+# The base class of ``autograd.Function``, which has the inner ``apply`` that the public one calls; and the metaclass of
+# both, which determines the function that ``apply`` runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
@@ -128,7 +128,7 @@ temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_c
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key
-dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # by thread
+dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # per thread
 dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
 dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
 dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key

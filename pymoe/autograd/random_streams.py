@@ -1,8 +1,8 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
 torch's default generators belong to the process: if calls draw at the same time, each gets numbers that depend on the
-others. Therefore the thread of a call of a map gets another default generator while the call runs. It is seeded with
-one number of the surrounding stream and the call's position:
+others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets another default
+generator meanwhile. It is seeded with one number of the surrounding stream and the call's position:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -69,7 +69,8 @@ OPERATORS = """
     _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
 """
 
-# A key for torch's own tests, without kernels. (With other unused keys, the dispatcher fails to find kernels.)
+# A dispatch key for torch's own tests, which has no kernels. (With other unused keys, the dispatcher fails to find
+# the kernels registered here.)
 KEY = "TESTING_ONLY_GenericMode"
 _key = parse_dispatch_key(KEY)
 
@@ -361,7 +362,7 @@ class _CudaDefaults(tuple):
 
 
 def _forget() -> None:
-    """Replace locks in the child of a fork, whose other threads may have held them, and forget those threads' calls."""
+    """Replace the locks in the child of a fork, since other threads may have held them; forget those threads' calls."""
     global _changing, _defaults_in_use
     _changing, _defaults_in_use = threading.Lock(), threading.Lock()
     _calling.intersection_update({get_ident()})

@@ -82,6 +82,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 
     Raises:
         TypeError: ``func`` is not callable. Exceptions of ``func`` propagate.
+        RuntimeError: the call has modified an argument in place that shares memory with another argument.
     """
     graphs = graphs_are_made()
     (call,) = isolate(as_function(func), [args], graphs, share=False)
@@ -100,7 +101,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 def run_isolated_backward(
     context: IsolatedContext | Callable[..., Any], *grad_outputs: Any, retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward pass of a call of :func:`run_isolated_forward` on this thread; accumulate nothing.
+    """Run the backward pass of a call of :func:`run_isolated_forward` on this thread, without accumulating gradients.
 
     Args:
         context: the context of the call. The function may precede it, ``run_isolated_backward(func, context,
@@ -110,14 +111,14 @@ def run_isolated_backward(
         retain_graph: keep the graph for another backward pass.
 
     Returns:
-        A gradient for every argument; None for one that is not a tensor, requires no gradient or has no influence. The
-        gradients of ``context.leaves`` are stored in ``context.leaf_gradients``.
+        A gradient for every argument; None for an argument that is not a tensor, requires no gradient or does not
+        influence the outputs. The gradients of ``context.leaves`` are stored in ``context.leaf_gradients``.
 
     Raises:
         TypeError: ``context`` is not an :class:`IsolatedContext`.
         ValueError: the gradients differ from the outputs in number or in a shape.
-        RuntimeError: this is a second backward pass and the first one had no ``retain_graph``, or a saved tensor was
-            modified.
+        RuntimeError: this is a second backward pass and the first one was run without ``retain_graph``, or a saved
+            tensor was modified.
     """
     if grad_outputs and isinstance(grad_outputs[0], IsolatedContext) and callable(context):
         context, *grad_outputs = grad_outputs  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""A channel of gRPC to a server: watches the server, reads its description, and keeps streams for requests.
+"""A gRPC channel to a server: watches the server, reads its description, and keeps streams for requests.
 
 Beginning and ending a gRPC call costs more than carrying a short request: headers, a deadline, a handler and a status
 are made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time.
-Each stream carries one request at a time, and its messages hold the deadline and the reason for a missing answer. If a
+Each stream carries one request at a time, and its messages state the deadline and the reason for a missing answer. If a
 request is given up, its stream is cancelled, which tells the server as much as the end of a call would.
 """
 
@@ -57,7 +57,7 @@ _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
 class Channel:
-    """A channel of gRPC, and the state that all requests over it share. Thread-safe.
+    """A gRPC channel, and the state that all requests over it share. Thread-safe.
 
     The arguments, and the errors that they raise, are those of :func:`pymoe.remote.connect`.
 
@@ -65,8 +65,8 @@ class Channel:
         address: the server's address.
         client: the name by which the server knows this channel, and under which backward requests are numbered.
         metadata: the metadata of every call.
-        methods: the service's methods by name, as callables of gRPC.
-        long_methods: the same for messages with frames.
+        methods: the service's methods by name, as gRPC's callables.
+        long_methods: the same for requests with frames (:mod:`pymoe.remote.wire`).
         streams: the streams of requests for which a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
         reachable: false from the moment that the channel knows that the server is gone until it is back.
@@ -164,7 +164,10 @@ class Channel:
             self._unwatched = True
 
     def check_usable(self) -> None:
-        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`."""
+        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`.
+
+        If watching the server had failed, start it again.
+        """
         if os.getpid() != self._process:
             raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
         if self.closed:
@@ -187,10 +190,10 @@ class Channel:
             timeout: seconds; None: the timeout of the connection.
 
         Raises:
-            ServerLost: it cannot be reached; the message has gRPC's reason.
-            PermissionError: it expects another token.
-            ProtocolError: it is not an ExpertServer, or one of another version.
-            TimeoutError: it does not answer.
+            ServerLost: the server cannot be reached; the message has gRPC's reason.
+            PermissionError: the server expects another token.
+            ProtocolError: the server is not an ExpertServer, or is one of another version.
+            TimeoutError: the server does not answer.
         """
         return self._ask("Info", timeout)
 
@@ -239,7 +242,7 @@ class Channel:
 
 
 class Ended(grpc.RpcError):
-    """A request on a stream ended without an answer; the methods are those of a failed gRPC call."""
+    """Raised if a request on a stream ended without an answer; its methods are those of a failed gRPC call."""
 
     def __init__(self, code: StatusCode, details: str, kind: str = "") -> None:
         super().__init__(details)
@@ -259,7 +262,7 @@ class Ended(grpc.RpcError):
 
 
 class NoStream(Exception):
-    """The server opens no further stream, or has refused one recently. No part of the request has reached it."""
+    """Raised if the server opens no further stream, or has refused one recently. The request has not reached it."""
 
 
 class RequestStream:
@@ -269,7 +272,7 @@ class RequestStream:
         metadata: the metadata with which it was opened.
         used: true once it has carried a reply.
         overdue: true once it was cancelled because its time was over.
-        timer: cancels it when its request is overdue, or when it has been idle for too long.
+        timer: cancels the stream when its request is overdue, or when the stream has been idle for too long.
     """
 
     def __init__(self, method: Any, metadata: Any) -> None:
@@ -332,7 +335,7 @@ class Streams:
     """The streams of a channel. Thread-safe.
 
     Args:
-        method: opens a stream: a callable of gRPC.
+        method: gRPC's callable that opens a stream.
     """
 
     def __init__(self, method: Any) -> None:

@@ -37,7 +37,7 @@ KEEP_CLIENT_S = 3600.0
 """Seconds after a client's last request until it may be forgotten."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
-"""Takes the place of an update's number if some rows of a request were applied and others failed."""
+"""Stands for an update's number if some rows of a request were applied and others failed."""
 
 T = TypeVar("T")
 
@@ -95,14 +95,15 @@ class Journal:
         incarnation: str = "",
         age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the answer to a request, and whether it was applied by an earlier attempt.
+        """Run a request, unless an earlier attempt of it was applied; return the answer, and whether one was.
 
         Args:
             client: with ``seq``, the key.
             seq: number of the request among the client's requests.
             ack: the client sends no further attempts for keys below this one.
-            run: called if the key is new; starts the request, and returns its future outcome and a function that
-                cancels it if it has not begun. That function is called when no attempt waits for the answer any more.
+            run: called if the key is new; starts the request, and returns an awaitable of its outcome and a function
+                that cancels it if it has not begun. That function is called when no attempt waits for the answer any
+                more.
             attempt: number of earlier attempts of the request.
             incarnation: the server run that last answered a backward request of the client; empty before the first
                 answer. If that was this run and the client is unknown, the client has been forgotten.
@@ -229,7 +230,7 @@ class Journal:
     def keys(self, updates: int) -> AppliedKeys:
         """Return the keys of the requests that a state with ``updates`` updates contains.
 
-        No request whose key belongs to the state may still run: see :meth:`settled`.
+        None of these requests may still be running: see :meth:`settled`.
         """
         return {
             name: (client.low, sorted(seq for seq, update in client.applied.items() if update <= updates))
@@ -237,7 +238,7 @@ class Journal:
         }
 
     def restore(self, keys: AppliedKeys) -> None:
-        """Replace all keys by those of a loaded state, without their answers."""
+        """Replace all keys with those of a loaded state, which have no answers."""
         now = self._now()
         self._answers.clear()
         self._bytes = 0

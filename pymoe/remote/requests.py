@@ -69,12 +69,12 @@ class RequestNumbers:
 
 
 class ExpertStub:
-    """Keeps what the client knows of an expert, from the server's description.
+    """Keeps the client's information about an expert, from the server's description.
 
     Attributes:
         schema: the schema of its requests.
         numbers: the numbers of its backward requests.
-        updates: number of updates that it had seen by its last answer.
+        updates: number of updates that the expert had made by its last answer.
         answered_by: the server run that last answered a backward request; empty before the first answer.
         max_batch_size: largest number of rows that the server runs at once.
 
@@ -111,7 +111,7 @@ class ExpertStub:
 
 
 class RemoteCall:
-    """One request to the server, with what all of its attempts share: message, deadline and, if backward, number.
+    """A request to the server, with what all of its attempts share: message, deadline and, if backward, number.
 
     The creator calls :meth:`end` once, after the last attempt.
 
@@ -146,7 +146,7 @@ class RemoteCall:
             self.stub.numbers.close(self._request.seq)
 
     def _next_attempt(self) -> tuple[bytes, float]:
-        """Return the message of the next attempt, and its time limit in seconds.
+        """Count the next attempt; return its message, and its time limit in seconds.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -215,7 +215,7 @@ class RemoteCall:
         """Return the pause in seconds between a failed attempt and the next one.
 
         Raises:
-            Exception: the meaning of the failure, if there must not be another attempt.
+            Exception: the exception that the failure stands for, if there must not be another attempt.
         """
         error = from_status(failed, self._where)
         from_server = KIND_KEY in dict(failed.trailing_metadata() or ())
@@ -289,12 +289,12 @@ class _RemotePool:
 
 
 class CoalescingPool(_RemotePool, TaskPool):
-    """Combines the rows of all waiting callers in one call, as a local pool does; one call is under way at a time.
+    """Combines the rows of all waiting callers into one call, as a local pool does; one call is under way at a time.
 
-    If no other request waits, a request is sent immediately. The deadline of a call is the latest one of its requests
-    whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that the request
-    is treated like one in a running batch. A request with more rows than the server runs at once is sent in several
-    calls.
+    If no other request waits, a request is sent immediately. The deadline of a call is the latest deadline of those of
+    its requests whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that
+    the request is treated like one in a running batch. A request with more rows than the server runs at once is sent in
+    several calls.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -436,11 +436,11 @@ class DirectPool(_RemotePool):
         return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request and await the answer, without blocking the event loop while too many are under way."""
+        """Send a request, await its answer and return it, without blocking the event loop if too many are under way."""
         return await (await self._queue(tensors, timeout))
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request and wait for the answer."""
+        """Send a request, wait for the answer, and return it."""
         return self.submit_task(*tensors, timeout=timeout).result()
 
     def _idle_is_known(self) -> None:

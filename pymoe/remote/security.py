@@ -26,7 +26,7 @@ SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
 """Schemes of gRPC that may precede ``HOST:PORT``."""
 MAX_PORT = 65535
 PORT = "address='HOST:PORT' has the host and the port"
-"""Names the argument that stands for a host or port of its own."""
+"""Hint for callers that give the host or the port as an argument of its own."""
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 FREE = (errno.ENOENT, errno.ECONNREFUSED)
@@ -91,7 +91,9 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def held_for_binding(address: str) -> Iterator[None]:
-    """Keep other servers from a Unix socket while the caller binds it; do nothing for other addresses.
+    """Return a context manager that keeps other servers from a Unix socket while the caller binds it.
+
+    It does nothing for other addresses.
 
     Without this, gRPC would take a socket away from the server that listens there: the system does not report that the
     socket is in use.
@@ -120,15 +122,16 @@ def held_for_binding(address: str) -> Iterator[None]:
 
 
 def addresses_of(address: str) -> list[str]:
-    """Return ``address`` once for each address of this machine that its host's name has, or as it is if it has no name.
+    """Return the addresses at which a server at ``address`` must listen: one for each IP address of the host's name.
 
-    A server listens at all of them or at none: gRPC itself is content with one, and clients that reach another by the
-    same name talk to whichever program listens there.
+    IP addresses of other machines are left out; if none is left, or there is no name, return only ``address``. A server
+    listens at all of them or at none: gRPC itself would be content with one, and clients that reach another by the same
+    name would talk to whichever program listens there.
     """
     host, _, port = address.rpartition(":")
     if ":" in host or not port.isdecimal() or socket_path(address) is not None:
         return [address]
-    if host == "localhost":  # gRPC takes it for both, whatever the system's table of hosts says
+    if host == "localhost":  # gRPC resolves it to both, whatever the system's table of hosts says
         found = ["127.0.0.1", "::1"]
     else:
         try:
@@ -182,8 +185,8 @@ class TLS:
     """Files in PEM format, for a server or a client.
 
     Args:
-        cert: the certificate of this side, with those between it and its authority. A server needs one; a client needs
-            one if the server asks for it.
+        cert: the certificate of this side, with any intermediate certificates. A server needs one; a client needs one
+            if the server asks for it.
         key: the private key of the certificate.
         ca: authorities. A client accepts servers whose certificate one of them has signed (None: the authorities that
             gRPC knows). A server with authorities accepts only clients whose certificate one of them has signed.

@@ -67,7 +67,7 @@ known.
 
 
 class ByteBudget:
-    """Limit on the bytes of messages and tensors that the server holds. For one thread.
+    """Limits the number of bytes of messages and tensors in the server's memory. Not thread-safe.
 
     The caller subtracts the bytes from ``used`` when it releases them.
     """
@@ -93,9 +93,10 @@ def announced_size(metadata: Any) -> int:
 
 
 class StallDetector:
-    """Detects stalls of the event loop, when the process was stopped or got no processor. Afterwards the messages that
-    have arrived are read one by one, each request before its cancellation. So requests wait until the cancellations
-    have been read as well.
+    """Detects stalls of the event loop, as when the process was stopped or got no processor time.
+
+    After a stall, the messages that have arrived are read one by one, each request before its cancellation. So requests
+    wait until the cancellations have been read as well.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,7 @@ class ExpertEntry:
 
     Raises:
         TypeError: ``backend`` is not an ExpertBackend, or its schemas cannot be described to other machines.
+        ValueError: its name is empty or too long.
     """
 
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
@@ -190,7 +192,7 @@ class ExpertEntry:
     async def backward(
         self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the inputs' gradients, and True if they are the answer to an earlier attempt, which was applied.
+        """Apply a request, unless an earlier attempt was applied; return the inputs' gradients, and whether one was.
 
         Raises:
             ValueError: there is no key.
@@ -240,7 +242,7 @@ class ExpertEntry:
 
 
 def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
-    """Submit a request, or raise QueueFull if that would have to wait: the client tries again later."""
+    """Submit a request and return its future; raise QueueFull if there is no room: the client tries again later."""
     future = pool._try_submit(*tensors, timeout=seconds)
     if future is None:
         raise QueueFull(f"{pool.name}: the queue has no room")
@@ -444,7 +446,7 @@ class Service(grpc.GenericRpcHandler):
     async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:
         """Write a reply with frames, charged to the budget; raise TimeoutError if the client does not read it in time.
 
-        The budget may be exceeded: the reply exists already, but nothing else begins until it is sent.
+        This may exceed the budget, since the reply exists already; then further requests are refused until it is sent.
         """
 
         async def write() -> None:
@@ -494,8 +496,8 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains, so that clients know immediately that it stops, or that the connection
-        broke.
+        """Answer when the server drains. Clients thus learn immediately that the server stops, and from the end of the
+        call without an answer, that the connection broke.
         """
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")

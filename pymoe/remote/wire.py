@@ -2,7 +2,7 @@
 
 Decoding never runs code, raises only :class:`~pymoe.remote.errors.WireError`, and allocates at most :data:`MAX_BYTES`
 for the tensors of a message. Both sides ignore fields that they do not know, so that later versions may add some; a
-change that must not be ignored makes a new service, with the next number in :data:`SERVICE`.
+change that must not be ignored requires a new service, with the next number in :data:`SERVICE`.
 
 Short tensors travel inside their message. The bytes of long ones follow it in **frames** of at most :data:`FRAME`
 bytes, one tensor after the other, so that neither side ever holds a long message in one piece in addition to its
@@ -167,7 +167,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[MessageT]) -> MessageT:
-    """Return the message of this kind; its tensors are views of ``data``, which :func:`unpack` reads.
+    """Decode ``data`` as a message of type ``kind``. Its tensors remain bytes, views of ``data``, until :func:`unpack`.
 
     Raises:
         WireError: the bytes are not such a message.
@@ -183,7 +183,7 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
 
 
 def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
-    """Return tensors as parts of a message, which must be encoded before they change.
+    """Return tensors as parts of a message. The message must be encoded before the tensors change.
 
     Raises:
         TypeError: a dtype that cannot be sent.
@@ -206,7 +206,7 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
 
 
 def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
-    """Remove the bytes from a message's tensors if they are long, and return them; they follow in :func:`frames`."""
+    """If a message's tensors are long, remove their bytes and return these, for :func:`frames`; else return []."""
     size = 0
     for one in packed:
         size += one.data.nbytes
@@ -254,7 +254,7 @@ class Tail:
         self._filled = 0
 
     def take(self, frame: bytes) -> None:
-        """Copy a frame to its place.
+        """Copy the next frame into its tensor.
 
         Raises:
             WireError: the frame is empty, or extends beyond the end of its tensor.
@@ -272,7 +272,7 @@ class Tail:
 
 
 def unpacked_size(packed: Sequence[Packed]) -> int:
-    """Return the bytes that the tensors of a message will take.
+    """Return the number of bytes that the tensors of a message will occupy once unpacked.
 
     Raises:
         WireError: that is more than :data:`MAX_BYTES`, there are too many tensors, or one has an unknown dtype.
@@ -299,7 +299,7 @@ def unpack(packed: Sequence[Packed], tail: Tail | None = None, *, checked: bool 
         checked: whether :func:`unpacked_size` has already been called, which checks the tensors.
 
     Raises:
-        WireError: the bytes do not match the tensors' descriptions, or see :func:`unpacked_size`.
+        WireError: the bytes do not match the tensors' descriptions, or one of the errors of :func:`unpacked_size`.
     """
     if not checked:
         unpacked_size(packed)

@@ -22,7 +22,7 @@ def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return the same values outside of any graph; the result collects a gradient if its dtype has any."""
+    """Return the same values outside of any graph; the result collects a gradient if its dtype can have one."""
     if tensor.is_inference():  # autograd cannot save a tensor made in inference mode
         tensor = tensor.clone()
     leaf = tensor.detach()
@@ -34,8 +34,8 @@ def run_backward_pass(
 ) -> tuple[Tensor, ...]:
     """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``.
 
-    The whole pass runs on this thread. Otherwise autograd runs nodes whose gradients are on a GPU on its one thread for
-    the GPU, and if a client's node waits there for this pass, it would wait forever.
+    The whole pass runs on this thread. Otherwise autograd would run nodes whose gradients are on a GPU on its only
+    thread for that GPU, where the node of a client that waits for this pass would block it forever.
     """
     roots, grads = [], []
     for output, grad in zip(outputs, grad_outputs, strict=True):

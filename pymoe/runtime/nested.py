@@ -21,7 +21,7 @@ def nested_flatten(structure: Any) -> list[Any]:
 
 
 def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
-    """Return the leaves ``flat``, in order, in the structure of ``structure``. Undoes :func:`nested_flatten`.
+    """Return a copy of ``structure`` with its leaves replaced by ``flat``, in order. Undoes :func:`nested_flatten`.
 
     A packed dict has its keys in the order of the dict in ``structure``, and its type if that can be made from a dict.
 
@@ -55,9 +55,9 @@ def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others:
 
 
 def nested_compare(first: Any, second: Any) -> bool:
-    """Return whether both have the same structure: equal containers, lengths and keys, and leaves at the same places.
+    """Return whether both have the same structure: the same kinds of containers, with the same lengths and keys.
 
-    Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict equals a dict.
+    Leaves may differ. Lists, tuples and named tuples are different kinds; subclasses of dict are one kind with dict.
     """
     if _kind(first) is not _kind(second):
         return False

@@ -1,4 +1,4 @@
-"""Requests of coroutines and mixtures, which wait for room in a full pool without blocking their thread."""
+"""A line in which requests of coroutines and mixtures wait for room in a full pool, without blocking a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 
 
 class Place(concurrent.futures.Future):
-    """A place in the line for a full pool. Its result is the future of the request, once that has been submitted."""
+    """A place in the line for a full pool. Its result is the request's future, once the request has been submitted."""
 
     def __init__(self, line: RoomLine, timeout: float | None) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class RoomLine:
     request waits, or when the pool has been closed.
 
     Args:
-        wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if it is
-            closed. It must not hold the pool, which may be dropped while the thread waits.
+        wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if the
+            pool is closed. It must not keep the pool alive, which may be dropped while the thread waits.
     """
 
     def __init__(self, wait_for_room: Callable[[], object]) -> None:

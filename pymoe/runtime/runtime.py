@@ -274,7 +274,7 @@ def _warn_of_equal_names(new: Iterable[TaskPool], others: Iterable[TaskPool], st
 
 
 def members_of(backends_or_pools: Any) -> list[Any]:
-    """Return the list of backends and pools to serve; a single one becomes a list of one."""
+    """Return the backends and pools to serve as a list; raise TypeError if there cannot be any."""
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
         return [backends_or_pools]
     if isinstance(backends_or_pools, Mapping):
@@ -285,7 +285,7 @@ def members_of(backends_or_pools: Any) -> list[Any]:
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """Return the pools of a backend, or a pool as the only one."""
+    """Return the pools of a backend, or the pool itself in a list; raise TypeError for anything else."""
     if isinstance(backend, TaskPool):
         return [backend]
     get_pools = getattr(backend, "get_pools", None)

@@ -1,7 +1,7 @@
 """Functions that are called after a time: deadlines of requests, pauses between attempts, deferred interrupts.
 
 All timers of a process share one daemon thread, which waits until the first of them is due. Before it calls that
-timer's function it lets another thread wait for the rest, so a function may block, or wait for another timer, without
+timer's function, it has another thread wait for the rest, so a function may block, or wait for another timer, without
 delaying any timer. A thread that has found nothing to do for a minute ends, unless no other thread waits for a timer.
 
 Most deadlines are reset or cancelled long before they pass, so both cost little: they do not wake the waiting thread.
@@ -42,8 +42,8 @@ class TimerHandle:
     """Calls a function once when its time has come, on a thread of timers. Thread-safe.
 
     Each :meth:`reset` sets a time at which the function is called once, unless :meth:`cancel` or another :meth:`reset`
-    comes before the call begins; both return whether they did. A timer may be reset while its function runs; if it is
-    due again before the function has returned, two threads run it. Its exceptions go to ``threading.excepthook``.
+    comes before the call begins; both return whether they did that. A timer may be reset while its function runs; if it
+    is due again before the function has returned, two threads run it. Its exceptions go to ``threading.excepthook``.
     """
 
     __slots__ = ("_arguments", "_function")
