@@ -1,6 +1,6 @@
-"""Lets the threads of gloo finish before the interpreter is finalized.
+"""Waits for the threads of gloo before the interpreter is finalized.
 
-For a moment after a collective is reported as done, a thread of gloo still holds its tensors, and it needs the
+For a moment after a collective is reported as done, a thread of gloo still refers to its tensors, and it needs the
 interpreter's lock to release them. Before 3.14, CPython ends a thread that asks for this lock during finalization, and
 the process aborts: "terminate called without an active exception". ``torch.distributed.destroy_process_group`` does not
 help: such threads live until the group is freed, and the caches of DTensor keep it alive. See

@@ -1,8 +1,8 @@
 """Tells a rank whether others of its process group have failed, and ends its own waits for them.
 
-The system tells whether a process of the same host has ended (:class:`Process`). The store of the group holds records
-that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It closes
-connections, so it also ends the waits of ranks that wait for this one.
+The operating system says whether a process of the same host has ended (:class:`Process`). The store of the group has
+records that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It
+closes connections, so it also ends the waits of ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class GroupStore:
 def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
     """Make every wait for messages of these groups in this process raise now. The groups cannot be used after that.
 
-    gloo cannot abort a wait, but it closes all connections of a context when one of its waits exceeds its timeout. So
-    this waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing, but
-    streams no longer wait for them.
+    gloo cannot abort a wait, but it closes all connections of a context when a wait on one of them times out. So this
+    function waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing,
+    but streams no longer wait for them.
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)

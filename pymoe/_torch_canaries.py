@@ -2,7 +2,7 @@
 
 A name may still exist in another version of torch and do something else: a method may never be called, a function may
 always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
-per process, on a thread of its own without modes, transforms or autocast, and raises if one of them fails.
+per process, on a new thread without modes, transforms or autocast, and raises if one of them fails.
 
 ``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the other
 names with one that does nothing, and then the canary must raise.

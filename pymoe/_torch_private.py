@@ -3,7 +3,7 @@
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``), except
 that ``pymoe.reference`` and ``pymoe._common``, which may not import this module, take ``FakeTensor`` from torch. All of
 these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are missing. The
-objects are torch's own, so calls through this module cost nothing more.
+objects are torch's own, so calls through this module have no extra cost.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
 ``ATTRIBUTES``.
@@ -118,7 +118,7 @@ pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_h
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` knows only its own profiles
+profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` sees only its own profiles
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
@@ -135,7 +135,7 @@ dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the dispatch keys after autograd's
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
-# The operator that torch.export puts into graphs that hold only for the dtypes of their example.
+# The operator that torch.export puts into graphs that are valid only for the dtypes of their example inputs.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
 # The operator that turns a tensor into a number of Python: ``item()``, indices, fill values.
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default

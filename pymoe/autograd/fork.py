@@ -7,7 +7,7 @@ engine once before the child starts threads.
 An engine that has threads for devices cannot be replaced, so torch refuses every backward pass in the child. The first
 backward pass of a process starts one such thread for each device that torch reports. A build of torch for CUDA on a
 machine without a GPU reports one device, wrongly, after ``torch.export`` or ``torch.compile`` has made tensors without
-values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before that.
+values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before then.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
 # ANCHOR is the input of nodes that need an input that requires gradients and have no other. It never gets a gradient.
 # Its accumulator is kept alive to avoid a deadlock: torch creates the accumulator of a leaf under the leaf's lock, and
 # under ``detect_anomaly()`` releases the interpreter's lock meanwhile, so two threads that use a leaf without an
-# accumulator can block each other. Therefore everything that outlives a call uses this leaf and makes none of its own.
+# accumulator can block each other. Therefore everything that outlives a call uses this leaf and makes no other.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of ``tensor``; -1 for a tensor of inference mode, which has no count."""
+    """Return the version counter of ``tensor``; -1 for a tensor made in inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""Runs one call of a function in an autograd graph of its own.
+"""Runs a call of a function in its own autograd graph.
 
 - forward: Floating-point and complex tensors among the arguments are replaced by aliases: same memory, same version
   counter (so an in-place edit of the caller's tensor is detected if the graph has saved it), and an autograd history

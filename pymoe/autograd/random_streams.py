@@ -1,8 +1,8 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
-torch's default generators belong to the process: if calls draw at the same time, each gets numbers that depend on the
-others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets another default
-generator meanwhile. It is seeded with one number of the surrounding stream and the call's position:
+torch's default generators are shared by the whole process: if calls draw at the same time, each gets numbers that
+depend on the others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets
+another default generator meanwhile. It is seeded with one number of the surrounding stream and the call's position:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -98,7 +98,7 @@ class RandomSource:
         """Prepare the streams of a map, which are seeded with one number of the surrounding stream.
 
         Args:
-            eager: draw this number now; otherwise it is drawn when a call first needs random numbers.
+            eager: draw this number now, and not only when a call first needs random numbers.
         """
         self._surrounding = this_thread.stream
         self._lock = threading.Lock()
@@ -262,7 +262,7 @@ def _change_cuda() -> None:
 def restore() -> None:
     """Undo the changes of ``torch.random`` after a call, unless another call still runs.
 
-    A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
+    A call that begins at the same time never loses its generator: its thread is in ``_calling`` before it reads
     ``_is_changed``, and this function sets ``_is_changed`` to False before it reads ``_calling``. So either this
     function finds the call in ``_calling``, or the call waits for the lock and changes ``torch.random`` again.
     """
@@ -301,7 +301,7 @@ def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
             stream, device = this_thread.stream, _first_device(args, kwargs)
-            # torch's own threads for backward passes on other devices include the key, but belong to no call.
+            # torch's own threads for backward passes on other devices include the key, but run no call.
             if given is not None or stream is None or device is None or device.type == "meta":
                 return operator(*args, **kwargs)
             if position < len(names):

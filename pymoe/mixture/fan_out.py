@@ -200,7 +200,7 @@ def ask(
         The answers, and a (T,) mask on the CPU of the rows that got fewer answers than ``needed_T`` says.
 
     Raises:
-        TooFewAnswersError: there are such rows, and ``rules.raises`` is true.
+        TooFewAnswersError: rows got too few answers, and ``rules.raises`` is true.
         ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
             backend. In this case, and if the wait is interrupted, no request is left pending.
     """
@@ -219,7 +219,7 @@ def ask(
             except Exception as error:  # the pool refuses the request: it is full or closed, or its server is gone
                 del sent[index]
                 request.to.count("failed")
-                answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors
+                answers.fail(index, error.with_traceback(None))  # the traceback would keep this frame, with all tensors
         pending.run_inline(deadline)
         _collect(answers, pending, sent, needed_T, deadline, rules)
     finally:
@@ -295,5 +295,5 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
     try:
         why = ended.exception()
     except CancelledError as error:  # cancelled by its runtime
-        return error, ()  # not kept in a variable, since its traceback would hold the future
+        return error, ()  # not assigned to `why`: its traceback would keep this frame, and so the future
     return why, () if why is not None else tuple(ended.result())

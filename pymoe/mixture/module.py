@@ -48,16 +48,16 @@ class MixtureOfExpertBackends(nn.Module):
     its expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
 
     **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
-    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile rows choose among
-    the other backends, as long as there are ``k_min``; otherwise among all. A result or an error in time ends the
+    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile, rows choose
+    among the other backends; if these are fewer than ``k_min``, among all. A result or an error in time ends the
     backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way,
     immediately, and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
-    backends with which they began. The gate's parameters stay the same objects, so an optimizer that holds them
-    continues to work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` holds
-    the gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
+    backends with which they began. The gate's parameters stay the same objects, so an optimizer of them continues to
+    work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` has the gate, and
+    the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
 
     An expert may itself be such a mixture, or contain one. Inside a batch, a call runs its requests in its own thread,
     since it may be that no worker is free, and ``timeout_after_k_min`` has no effect.

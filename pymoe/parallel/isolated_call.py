@@ -47,7 +47,7 @@ class IsolatedContext(EmulatedAutogradContext):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what an ``autograd.Function`` gave to ``ctx.save_for_backward``; empty once the graph is freed."""
+        """Return the tensors that an ``autograd.Function`` saved with ``save_for_backward``; () once they are freed."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()
@@ -77,8 +77,8 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
             the gradients of the tensors that require them.
 
     Returns:
-        The context for :func:`run_isolated_backward`, and a tuple of outputs: if ``func`` returns a tuple or list, its
-        items, otherwise its result as the only item. Outputs have no history and require no gradients.
+        The context for :func:`run_isolated_backward`, and a tuple of outputs: the items of a tuple or list that
+        ``func`` returns, or any other result as the only item. Outputs have no history and require no gradients.
 
     Raises:
         TypeError: ``func`` is not callable. Exceptions of ``func`` propagate.

@@ -55,7 +55,7 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
             and may share tensors.
 
     Returns:
-        For each call the tuple of its outputs: the items of a tuple or list that ``func`` returns, otherwise its result
+        For each call the tuple of its outputs: the items of a tuple or list that ``func`` returns, or any other result
         (a tensor, None, a dict) as the only item. ``()`` without calls.
 
     Guarantees:
@@ -136,7 +136,7 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
 
 
 class _MapCalls:
-    """The calls of a map, and which inputs and outputs of the map's node belong to which call."""
+    """The calls of a map, and the inputs and outputs of the map's node that each call has."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _MapCalls:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
         self.like = like
-        self.saved = saved  # record what calls have saved; empty without hooks
+        self.saved = saved  # the tensors that each call has saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
         self.targets: list[list[int]] = []  # per call: index of the input for each of its gradients
         self.sources: list[list[int]] = []  # per call: index of the node's output for each of its roots

@@ -77,7 +77,7 @@ def run_concurrently(
     finally:
         known.state = before
         run.function = _nothing  # free the function now, since a worker may still have a reference to the run
-        run.errors.clear()  # breaks a cycle: the errors' tracebacks hold frames, which hold the errors
+        run.errors.clear()  # breaks a cycle: the errors' tracebacks refer to frames, which refer to the errors
         restore()
 
 

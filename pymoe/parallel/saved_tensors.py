@@ -10,7 +10,7 @@ This has two consequences. The saved tensors are in memory until all calls have 
 passes run. And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that
 needs it raises autograd's error, as without hooks.
 
-A call may save under hooks of its own (for a checkpoint within the call): those are called as usual.
+A call may save tensors under its own hooks (for a checkpoint within the call): those are called as usual.
 """
 
 from __future__ import annotations

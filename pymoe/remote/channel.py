@@ -69,7 +69,7 @@ class Channel:
         long_methods: the same for requests with frames (:mod:`pymoe.remote.wire`).
         streams: the streams of requests for which a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
-        reachable: false from the moment that the channel knows that the server is gone until it is back.
+        reachable: false while the server is known to be gone.
         closed: true after :meth:`close`.
     """
 
@@ -109,7 +109,7 @@ class Channel:
         self.streams = Streams(self._channel.stream_stream(f"/{wire.SERVICE}/Exchange"))
         self._health = self._channel.unary_unary(wire.HEALTH)
 
-    # --- whether the server is there ---
+    # --- reachability of the server ---
 
     @property
     def why_not_reachable(self) -> str:
@@ -123,11 +123,11 @@ class Channel:
     def watch(self) -> None:
         """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
 
-        A health check waits until the server is there; then another call stays open, and ends when the connection
-        breaks or the server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
+        A health check waits until the server answers; then a second call stays open until the connection breaks or the
+        server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
         """
-        # The server may have gone since its last answer. Then a call that waits for it would only end when it is back,
-        # so the check waits only if the server is known to be gone.
+        # If the server has gone since its last answer, a check that waits for it would end only when it is back. So the
+        # check waits only if the server is known to be gone.
         self._start(self._health, self._health_known, wait_for_ready=not self.reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
@@ -227,10 +227,10 @@ class Channel:
     def close(self) -> bool:
         """End current requests with :class:`~pymoe.remote.ServerLost`, and disconnect.
 
-        In a fork the parent's connection stays as it is.
+        In a fork, do nothing: the connection is the parent's.
 
         Returns:
-            False if the channel was closed before.
+            False if the channel was closed before, or in a fork.
         """
         with self._lock:
             if self.closed or os.getpid() != self._process:
@@ -285,7 +285,7 @@ class RequestStream:
         self.open: Callable[[], bool] = self._call.running
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield what gRPC sends: each message, followed by its frames."""
+        """Yield the bytes for gRPC to send: each message, followed by its frames."""
         while (message := self._messages.get()) is not None:
             head, tail = message
             yield head
@@ -296,8 +296,8 @@ class RequestStream:
         """Send a request, wait, and return the reply with the frames that followed it.
 
         Raises:
-            Ended: the server gives a reason why there is no answer. The stream stays open unless the request has
-                frames, which the server may not have read.
+            Ended: the server has replied with the reason why there is no answer. The stream stays open unless the
+                request has frames, which the server may not have read.
             NoStream: the server opens no further stream.
             grpc.RpcError: the stream has ended.
             WireError: the answer is malformed.
@@ -351,8 +351,8 @@ class Streams:
 
         Raises:
             Ended: there was no answer within ``seconds``.
-            NoStream: no stream is idle, and the server opens no further one, or has refused one in the last
-            :data:`REFUSED_S`.
+            NoStream: no stream is idle, and the server opens no further one, or has refused one within the last
+                :data:`REFUSED_S` seconds.
         """
         stream = self._take(seconds, metadata)
         try:
@@ -382,7 +382,7 @@ class Streams:
                     if not self._idle:
                         break
                     stream = self._idle.pop()
-                # The reset fails if the stream's idle time is over: it is being cancelled.
+                # reset() returns False if the stream's idle time is over: the stream is being cancelled.
                 if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():
                     return stream
                 stream.cancel()

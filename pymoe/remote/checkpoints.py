@@ -180,7 +180,7 @@ def _dense(leaf: Any, where: str) -> Tensor:
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, {kind}, on {leaf.device}: expected a dense one")
     try:
         dense = leaf.detach().to("cpu").clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        save({"": dense.flatten()[:0]})  # raises here, where the name is known, if safetensors does not have the dtype
+        save({"": dense.flatten()[:0]})  # raises here, where `where` is known, if safetensors lacks the dtype
     except Exception as error:
         reason = describe_error(error).partition("\n")[0]
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, which cannot be written ({reason})") from None
@@ -314,8 +314,8 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
     """Load a state, without changing the types of the saved optimizer state.
 
     torch's optimizers cast the state of each parameter to the parameter's dtype: masks and counters to float, complex
-    numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. That is right only if the expert
-    itself has other dtypes than the saved one.
+    numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function keeps those casts only
+    if the expert itself has other dtypes than the saved one.
 
     Raises:
         ValueError: the state comes from an optimizer of another kind, with which the first update would fail.
@@ -333,7 +333,7 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
     if opt is None or saved is None or _dtypes(backend.state_dict(keep_vars=True)) != _dtypes(state):
         return
     if (type(opt).load_state_dict, type(opt).state_dict) != (Optimizer.load_state_dict, Optimizer.state_dict):
-        return  # an optimizer with its own methods may not cast, or may keep its state elsewhere
+        return  # overridden methods may not cast, or may keep the state elsewhere
     for number, loaded in opt.state_dict()["state"].items():  # the optimizer's own dicts, not copies
         for key, value in saved["state"].get(number, {}).items():
             loaded[key] = _as_saved(value, loaded.get(key))
@@ -362,7 +362,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """A lock on a folder, which is created if necessary. It ends with :meth:`release`, the object, or the process.
+    """A lock on a folder, which is created if necessary; held until :meth:`release` or the end of object or process.
 
     Of two servers with one folder, each would continue from a state without the other's updates. If the file system has
     no locks, like some network file systems, a warning is logged, and nothing keeps others out.
@@ -434,7 +434,7 @@ class ExpertCheckpoints:
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
-        # An older state must not be written after a newer one, even if nothing waits for it any more.
+        # Two locks, since a write continues if save() is cancelled: an older state must not follow a newer one.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
 
@@ -450,7 +450,7 @@ class ExpertCheckpoints:
 
     @property
     def may_be_outdated(self) -> bool:
-        """True if since the last checkpoint there was an update, or a request that may have changed buffers."""
+        """True if there has been an update since the last checkpoint, or a request that may have changed buffers."""
         changes = self.answered != self._answered_at_save and any(True for _ in self._backend.buffers())
         return self.outdated or changes
 
@@ -474,8 +474,8 @@ class ExpertCheckpoints:
             return saved
 
     async def _save(self) -> bool:
-        # Take the state first. Every update that the state contains began before it was taken, so the keys of all these
-        # updates are known once the running updates have settled.
+        # Take the state first: every update in it has begun by then. So once the updates running now have ended,
+        # the keys of all updates in the state are known.
         answered = self.answered
         state = await in_thread(self._backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
@@ -534,7 +534,7 @@ class ExpertCheckpoints:
             ValueError: all checkpoints are damaged, the newest one comes from an optimizer of another kind, or the
                 expert has made more updates than the newest one contains.
             TypeError: the expert's state cannot be saved.
-            OSError: checkpoints cannot be written there, or another server writes them.
+            OSError: checkpoints cannot be written to the folder, or another server uses it.
         """
         try:
             self._claim()
@@ -579,7 +579,7 @@ class ExpertCheckpoints:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, called on a thread of its own.
+    """Return ``function(*arguments)``, called on a new thread.
 
     A function that never returns delays neither other calls, as it would in an executor with few threads, nor the end
     of the process.
@@ -588,7 +588,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     done: asyncio.Future[T] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # otherwise nothing waits any more
+        if not done.done():  # done if the caller was cancelled
             set_outcome(outcome)
 
     def call() -> None:

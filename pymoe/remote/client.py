@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CONNECT_AGAIN_S = 0.2
-"""Seconds between two attempts to connect to a server that is not there yet."""
+"""Seconds between two attempts to connect to a server that cannot be reached yet."""
 MAX_THREADS = 64
 
 
@@ -192,14 +192,15 @@ def connect(
         retries: repeat requests until their deadline while the server is gone or overloaded; all attempts of a backward
             request have the same key, which is applied once. Use False for members of a mixture, which has others to
             ask.
-        wait: seconds to wait for a server that is not there yet.
+        wait: seconds to wait for a server that cannot be reached yet.
 
     Raises:
         ServerLost: no server listens there, or the TLS handshake fails; the message has gRPC's reason.
         PermissionError: the server expects another token.
         ProtocolError: the server is not an ExpertServer, or is one of another version.
         TimeoutError: the server does not answer.
-        TypeError: ``timeout`` or ``wait`` is not a number.
+        OSError: a file of ``tls`` cannot be read.
+        TypeError: ``timeout`` or ``wait`` is not a number, ``tls`` is not a TLS, or ``token`` not a string.
         ValueError: an invalid address, time or encoding, or a token that would be sent without encryption.
 
     Example:

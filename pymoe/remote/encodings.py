@@ -83,7 +83,7 @@ def encoding_for(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> str
 
 
 def encoded_size(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> int:
-    """Return the number of bytes of an encoded tensor."""
+    """Return the number of bytes of a tensor of this dtype and shape after encoding."""
     count = math.prod(shape)
     if encoding == "raw":
         return count * dtype.itemsize
@@ -111,9 +111,10 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
 
 
 def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
-    """Return the tensor in memory of its own, aligned and writable.
+    """Return the decoded tensor, in aligned and writable memory.
 
-    Bytes of a message are copied, for ``raw`` once. Bytes that are already a tensor become a part of the result.
+    Bytes of a message are copied, for ``raw`` only once. If ``data`` is a tensor of bytes, the result may share its
+    memory.
 
     Raises:
         WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is wrong.

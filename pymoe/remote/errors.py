@@ -72,7 +72,7 @@ CODES: dict[type[BaseException], StatusCode] = {
     ValueError: StatusCode.INVALID_ARGUMENT,
     WireError: StatusCode.INVALID_ARGUMENT,
 }
-"""Status codes for other gRPC programs; clients of this package read the name in the metadata."""
+"""Status codes, by exception, for other gRPC programs; clients of this package use the name in the metadata."""
 
 _BY_CODE: dict[StatusCode, type[Exception]] = {
     StatusCode.DEADLINE_EXCEEDED: TimeoutError,
@@ -108,7 +108,7 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
 
 
 def _short(text: str) -> str:
-    """Return as much of ``text`` as may be sent, with ``?`` for characters that UTF-8 cannot encode."""
+    """Return the beginning of ``text`` that may be sent, with ``?`` for characters that UTF-8 cannot encode."""
     text = text[:MAX_TEXT].encode(errors="replace").decode()
     left = MAX_TEXT
     for place, character in enumerate(text):

@@ -105,7 +105,7 @@ class ExpertStub:
         self.answered_by = ""
 
     def with_constants(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the flat outputs: ``tensors``, with the schema's constants in their places."""
+        """Return the flat outputs: ``tensors``, with the schema's constants inserted between them."""
         rest = iter(tensors)
         return [next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in self._leaves]
 
@@ -166,7 +166,7 @@ class RemoteCall:
         return message, seconds
 
     def _begin(self, head: bytes, seconds: float) -> Any:
-        """Send a message as a gRPC call of its own, and return gRPC's future."""
+        """Send a message as a separate gRPC call, and return gRPC's future."""
         size = len(head) + sum([data.nbytes for data in self._tail])
         options = {"timeout": seconds, "metadata": (*self.channel.metadata, (wire.SIZE_KEY, str(size)))}
         if not self._tail:
@@ -174,7 +174,7 @@ class RemoteCall:
         return self.channel.long_methods[self.method].future(chain((head,), wire.frames(self._tail)), **options)
 
     def begin(self) -> Any:
-        """Send the next attempt as a gRPC call of its own, and return gRPC's future."""
+        """Send the next attempt as a separate gRPC call, and return gRPC's future."""
         head, seconds = self._next_attempt()
         try:
             return self._begin(head, seconds)
@@ -232,7 +232,7 @@ class RemoteCall:
         return min(pause, max(0.0, self.deadline - time.monotonic()))
 
     def read(self, message: bytes) -> tuple[Any, ...]:
-        """Return the same as :meth:`answer` for a reply in one message."""
+        """Decode a reply that is a single message, and return its :meth:`answer`."""
         try:
             return self.answer(wire.decode(message, wire.Reply))
         except WireError as error:
@@ -344,7 +344,7 @@ class CoalescingPool(_RemotePool, TaskPool):
 
 
 class RemoteFuture(concurrent.futures.Future):
-    """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue.
+    """The outcome of a request that was sent separately. ``cancel()`` also removes it from the server's queue.
 
     Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
     other requests; the request counts as under way until they have ended. The callbacks of a cancelled request run in
@@ -418,7 +418,7 @@ class DirectPool(_RemotePool):
         """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
 
         Raises:
-            QueueFull: too many requests were under way until this one's time was over.
+            QueueFull: too many requests were under way for as long as this one could wait.
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
@@ -515,7 +515,7 @@ class _Attempts:
 
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
-        with self._future._condition:  # no callback is added meanwhile
+        with self._future._condition:  # add_done_callback() takes this lock, too
             if not self._future._may_block:
                 self._permits.give_back()
                 return self._complete(error, result)

@@ -30,7 +30,7 @@ PORT = "address='HOST:PORT' has the host and the port"
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 FREE = (errno.ENOENT, errno.ECONNREFUSED)
-"""Errors of connecting to a socket that does not exist, or whose server ended without removing it."""
+"""Errors of a connection to a socket that does not exist, or that its server left behind when it ended."""
 
 # --- addresses ---
 
@@ -152,7 +152,7 @@ def _is_own(host: str) -> bool:
 
 
 def _listen_for_a_moment(host: str, port: int) -> None:
-    """Raise the system's error if nothing can listen there."""
+    """Raise the system's error if no server can listen at this host and port."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
         pass
 
@@ -189,7 +189,8 @@ class TLS:
             if the server asks for it.
         key: the private key of the certificate.
         ca: authorities. A client accepts servers whose certificate one of them has signed (None: the authorities that
-            gRPC knows). A server with authorities accepts only clients whose certificate one of them has signed.
+            gRPC trusts by default). A server with authorities accepts only clients whose certificate one of them has
+            signed.
     """
 
     cert: str | Path | None = None
@@ -276,8 +277,9 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def token_problem(metadata: Any, token: str) -> str:
-    """Return what is wrong with the token in ``metadata``, in a time that does not reveal how much of it is right; ""
-    if nothing is.
+    """Return what is wrong with the token in ``metadata``, or "" if it is right.
+
+    The time that this takes does not reveal how much of a wrong token is right.
     """
     given = ""
     for key, value in metadata or ():

@@ -68,10 +68,10 @@ class ExpertServer:
         with pymoe.remote.ExpertServer([backend], "127.0.0.1:7000") as server:
             server.wait()
 
-    It has a :class:`~pymoe.runtime.Runtime` of its own, which batches the requests of all clients and of this process.
-    A request has the deadline that its client set, and never begins after that; if its client is gone, it is removed
-    from the queue. Every backward request is applied once, however often its client has to send it, even if the server
-    is killed and comes back with its checkpoints.
+    It has its own :class:`~pymoe.runtime.Runtime`, which batches the requests of all clients and of this process. A
+    request has the deadline that its client set, and never begins after that; if its client is gone, it is removed from
+    the queue. Every backward request is applied once, however often its client has to send it, even if the server is
+    killed and comes back with its checkpoints.
 
     **Checkpoints.** A file has the state of an expert and the keys of the requests that the state contains. A server
     that was killed comes back with the last file: later updates are lost, at most ``save_every`` seconds of them, even
@@ -153,7 +153,7 @@ class ExpertServer:
         self._began = time.monotonic()
         self._drained = threading.Event()
         self.stuck = False
-        self._not_saved: dict[str, BaseException] = {}  # experts that the last _save_all() did not save, with reasons
+        self._not_saved: dict[str, BaseException] = {}  # errors of the last _save_all(), by expert
         entries = [ExpertEntry(backend, self.incarnation) for backend in members]
         for entry in entries:
             self._check(entry)
@@ -198,7 +198,8 @@ class ExpertServer:
         """Listen and serve.
 
         Raises:
-            OSError: the address is taken, or does not belong to this machine; or the folder of a socket does not exist.
+            OSError: the address is taken or is not one of this machine, or the folder of a socket does not exist.
+            ValueError: ``tls`` has no certificate.
             RuntimeError: the server was drained, another Runtime serves a backend, or the process is a fork of one that
                 has served.
         """
@@ -274,8 +275,8 @@ class ExpertServer:
 
         Raises:
             OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, and experts were not saved; see
-                :meth:`save`, which may be called again. Or RuntimeError: this process is a fork, and the server belongs
-                to its parent.
+                :meth:`save`, which may be called again. Or RuntimeError: this process is a fork, and the server is its
+                parent's.
         """
         grace = self._grace if grace is None else check_seconds("ExpertServer.drain: grace", grace)
         with self._changes:
@@ -485,7 +486,7 @@ class ExpertServer:
     async def _save_regularly(self) -> None:
         while not await self._service.drains_within(self._save_every):
             for one in self._checkpoints().values():
-                if one.may_be_outdated and not one.saving:  # one after the other, except for those that hang
+                if one.may_be_outdated and not one.saving:  # one by one, except for those that hang
                     await asyncio.wait([self._keep(asyncio.ensure_future(self._try_to_save(one)))], timeout=PATIENCE_S)
 
     async def _try_to_save(self, checkpoints: ExpertCheckpoints) -> None:
@@ -525,7 +526,7 @@ def tensors_of(backend: ExpertBackend) -> set[int]:
 
 
 def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
-    """Return one error for all ``errors`` of experts: of their type if they share it, or else a RuntimeError."""
+    """Return a single error for the ``errors`` of experts: of their common type, or a RuntimeError if there is none."""
     kinds = (TimeoutError, OSError, TypeError)
     kind = next((kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())), RuntimeError)
     return kind(f"{where}: not saved: {'; '.join(map(str, errors.values()))}")
@@ -533,7 +534,7 @@ def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
 
 # --- the event loop ---
 
-# gRPC's asyncio servers need one event loop for all servers of a process. It runs on a thread of its own.
+# All asyncio servers of gRPC in a process must share an event loop. It runs on a separate thread.
 _loop_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_process = 0

@@ -1,7 +1,7 @@
 """The server's side of a call: access, admission, and the way to the expert's pools and back.
 
-A call passes the token, the refusal of a draining server, and the byte budget, in this order. Only then is its body
-read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
+A call is first checked for its token, then refused if the server drains, then charged to the byte budget. Only then is
+its body read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
 :data:`~pymoe.remote.wire.MAX_READ` bytes. A message of a stream of requests is read first, and then charged to the
 budget.
 """
@@ -59,8 +59,8 @@ SETTLE_S = 0.05
 
 T = TypeVar("T")
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
-"""The journal of every backend that was ever served: if it is served again, the keys in its state must still be
-known.
+"""The journal of every backend that was ever served: it is needed if the backend is served again, since the backend's
+state contains requests with these keys.
 """
 
 # --- admission ---
@@ -236,9 +236,9 @@ class ExpertEntry:
             return Applied(IN_PART if in_part else None, error=error)
         finally:
             self._partly_applied.discard(name)
-        # For a request of several batches, the first update counts: a state after it contains a part of the request.
+        # A request of several batches counts as applied in its first update, since the state then contains part of it.
         update = int(numbers.min()) if rows else self.backend.updates
-        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch in memory
+        return Applied(update, [one.clone() for one in gradients])  # views would keep the whole batch in memory
 
 
 def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
@@ -262,7 +262,7 @@ class Service(grpc.GenericRpcHandler):
 
     Attributes:
         entries: the served experts by name.
-        saved: set when nothing more will be saved.
+        saved: set when a drain has finished saving.
     """
 
     def __init__(self, token: str | None, info: Callable[[], wire.Info], drain: Callable[[], Any]) -> None:
@@ -372,7 +372,7 @@ class Service(grpc.GenericRpcHandler):
         return await self._single(context, backward=True)
 
     async def _single(self, context: Any, backward: bool) -> bytes:
-        """Answer a request that is a gRPC call of its own."""
+        """Answer a request that is a separate gRPC call."""
         self._waited_for()
         if self.draining:
             raise ServerLost(DRAINING)
@@ -400,7 +400,7 @@ class Service(grpc.GenericRpcHandler):
         failure: Exception | None = None
         try:
             missing = 0
-            while not missing and not self.draining:  # unread frames would be taken for requests
+            while not missing and not self.draining:  # if frames are unread, end: they would be taken for requests
                 self._idle.add(task)
                 head = await context.read()
                 self._idle.discard(task)
@@ -440,7 +440,7 @@ class Service(grpc.GenericRpcHandler):
         finally:
             self._idle.discard(task)
             self._streams -= 1
-        if failure is not None:  # at the end, since a client that reads nothing delays it
+        if failure is not None:  # at the end, since a client that reads nothing delays this
             await context.abort(*self._status_of(failure))
 
     async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:

@@ -34,7 +34,7 @@ WATCH = "Stay"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
 SIZE_KEY = "pymoe-bytes"
-"""Metadata in which a client states the length of a request that is a gRPC call of its own."""
+"""The key of the metadata in which a client states the length of a request that is a separate gRPC call."""
 MAX_BYTES = 256 << 20
 """Limit of a message with its frames, and of its decoded tensors, in bytes."""
 FRAME = 256 << 10
@@ -63,8 +63,8 @@ class Packed(msgspec.Struct, array_like=True):
     """Number of bytes that follow in frames, in place of ``data``."""
 
 
-# The limits are part of the types, so they are checked before memory is taken: a Packed of 10 bytes takes 500 bytes
-# once it is decoded.
+# The limits are part of the types, so msgspec checks them before it allocates memory: a Packed of 10 bytes takes 500
+# bytes once it is decoded.
 Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
@@ -89,10 +89,9 @@ class Request(msgspec.Struct, omit_defaults=True):
     age: float = 0.0
     """Seconds since the first attempt."""
     backward: bool = False
-    """On a stream, true for the backward pass; in separate calls the gRPC method tells the pass."""
+    """On a stream, true for the backward pass; in separate calls, the gRPC method determines the pass."""
     seconds: float = 0.0
-    """On a stream, the time in seconds that the request has; in separate calls the deadline of the gRPC call tells
-    it."""
+    """On a stream, the seconds that the request has left; separate calls have a deadline of gRPC instead."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -291,12 +290,12 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
 
 
 def unpack(packed: Sequence[Packed], tail: Tail | None = None, *, checked: bool = False) -> list[Tensor]:
-    """Return the tensors of a message in memory of their own.
+    """Return the tensors of a message, in memory that they do not share with the message.
 
     Args:
         packed: the tensors.
         tail: the bytes that followed the message.
-        checked: whether :func:`unpacked_size` has already been called, which checks the tensors.
+        checked: true if :func:`unpacked_size`, which checks the tensors, has already been called.
 
     Raises:
         WireError: the bytes do not match the tensors' descriptions, or one of the errors of :func:`unpacked_size`.

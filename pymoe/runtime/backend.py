@@ -48,7 +48,7 @@ class ExpertBackend(nn.Module):
     pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
     updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can also be called
     directly, from any thread. Passes and updates of one expert never overlap, nor do those of experts that share
-    parameters, be it through an optimizer. A backend can be copied and pickled: a copy has its own pools.
+    parameters, directly or through an optimizer. A backend can be copied and pickled: a copy has its own pools.
 
     Args:
         name: name of the backend in the pools (``NAME_forward``, ``NAME_backward``), statistics and errors.

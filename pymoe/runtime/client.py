@@ -1,4 +1,4 @@
-"""A served expert inside a model: its forward and backward passes are requests."""
+"""A module that stands for a served expert in a model: its forward and backward passes are requests."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ExpertClient(nn.Module):
 
     ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
     pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
-    expert. The expert therefore trains with every model that contains it. Its parameters do not belong to the client:
-    the client has none, and a model's optimizer does not update them. The update happens even if no input requires a
-    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and
-    updates the expert too. There are no second derivatives through it.
+    expert. The expert therefore trains with every model that contains it. The client has no parameters, so an optimizer
+    of the model does not update the expert's. The update happens even if no input requires a gradient, but not under
+    ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and updates the expert too.
+    There are no second derivatives through it.
 
     Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
     (``copy.deepcopy`` of the model around it) sends its requests to the same backend. Outputs are views of their batch:
@@ -79,7 +79,7 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        # not a submodule, since its parameters belong to the server; modules do not look into a tuple
+        # In a tuple, the backend does not become a submodule, whose parameters would be the client's.
         self._backend = (backend,)
         self._warned = False
 
@@ -114,9 +114,8 @@ class ExpertClient(nn.Module):
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
         """Return the caller's result for the flat ``outputs``, as part of the autograd graph if grad mode is on.
 
-        ``versions``: the version counters that the inputs had when they were sent, to detect in-place changes since
-            then;
-        None: no check.
+        ``versions`` are the version counters that the inputs had when they were sent, to detect in-place changes since
+        then; None for no check.
 
         Raises:
             RuntimeError: an input was changed in place, and a graph is needed.

@@ -1,4 +1,4 @@
-"""Device of an expert's parameters and buffers; moves requests' tensors to it and results back."""
+"""The device of an expert; moves the tensors of requests to the device, and results back."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ExpertDevice:
                         torch.cuda.current_stream(place).synchronize()
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the expert can use these tensors directly, and nothing else has to be set up."""
+        """Return whether a function can run on these tensors as they are, without :meth:`run`."""
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device
         for tensor in tensors:

@@ -1,8 +1,8 @@
 """A pool of backward passes that says which update contains the gradient of a row, and which requests were applied.
 
-A program that saves an expert, and must know which requests the saved state contains, compares the number of a
-request's update with the number of the state. A request of several batches that failed has no such number, and some of
-its rows may have been applied.
+A program that saves an expert, and needs to determine which requests the saved state contains, compares the number of a
+request's update with the state's number of updates. A request of several batches that failed has no such number, and
+some of its rows may have been applied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
 
     def backward(*tensors_and_names: Tensor) -> tuple[Tensor, ...]:
         *tensors, names = tensors_and_names
-        with backend._lock:  # re-entrant; held so that no other pass runs between an update and reading its number
+        with backend._lock:  # re-entrant; held so that no other pass runs between an update and the read of its number
             before = backend.updates
             try:
                 gradients = backend.backward(*tensors)

@@ -68,8 +68,8 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # Check the class's own step(): the function that schedulers put in its place has one argument too many in its
-        # signature.
+        # Check the class's own step(): schedulers replace the instance's with a function whose signature has one
+        # argument too many.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue

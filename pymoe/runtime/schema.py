@@ -39,8 +39,8 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """Converts arguments and outputs of the expert ``name`` between their structures and flat tensors.
 
-    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general path takes
-    longer than many experts take for one row. Leaves of the schemas are prototypes or constants.
+    The usual case (tensors as arguments, one tensor as the output) has a shortcut everywhere: the general path takes
+    longer than many experts need for one row. Leaves of the schemas are prototypes or constants.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.
@@ -122,7 +122,7 @@ class RequestSchema:
         return rows[0]
 
     def check_count(self, what: str, tensors: Sequence[Any], expected: int) -> None:
-        """Raise ValueError unless there are ``expected`` tensors, as ``what`` takes, and the first one has rows."""
+        """Raise ValueError unless there are ``expected`` tensors and the first has rows; ``what`` names the pass."""
         if len(tensors) != expected:
             raise ValueError(f"{self.name}: {what} takes {expected} tensors, got {len(tensors)}")
         if tensors[0].dim() == 0:

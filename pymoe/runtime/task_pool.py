@@ -83,8 +83,8 @@ class TaskPool(_runtime.TaskPool):
             never waits. 0 turns it off.
         priority: head start in seconds over the requests of other pools.
         isolate: run a batch that raised again in halves, so that only a bad request fails. Use it only for functions
-            that change nothing if they raise; an exception after which nothing may run again says so with an attribute
-            ``pymoe_may_retry = False``.
+            that change nothing if they raise. An exception with the attribute ``pymoe_may_retry = False`` prevents
+            another run.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
         schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
@@ -93,7 +93,9 @@ class TaskPool(_runtime.TaskPool):
 
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
-        TypeError: ``process_func`` cannot be called, or there is no name, or an option that does not exist.
+        OverflowError: a size is above 2**31 - 1.
+        TypeError: ``process_func`` cannot be called, there is no name, an option does not exist, or a size or time is
+            not a number.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x + 1, name="increment", max_batch_size=64)

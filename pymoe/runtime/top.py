@@ -259,7 +259,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports one after the other, and says once if there are none."""
+    """Return a function that prints reports one after the other; if there are none, it prints so only once."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:

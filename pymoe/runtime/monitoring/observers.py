@@ -19,7 +19,7 @@ class Observers:
     """The log and the monitor of one runtime. They hold no reference to the runtime, and to its pools only if enabled.
 
     Args:
-        pools: the runtime's pools, which may come and go.
+        pools: the runtime's pools, which may be added and removed.
         stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
             anything to do); None for none.
         monitor: a folder: serve the pools' numbers on a Unix socket in it (``socket_server.py``); True: in the default

@@ -53,7 +53,7 @@ def private_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder if it does not exist; raise PermissionError if others own it or may write to it."""
+    """Make the folder if it does not exist; raise PermissionError unless only this user owns it and may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -61,7 +61,7 @@ def make_private(folder: Path) -> None:
 
 
 class Monitor:
-    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a thread of its own."""
+    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a separate thread."""
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):

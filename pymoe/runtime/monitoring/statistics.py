@@ -178,7 +178,7 @@ class StatsReader:
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
-    """Return the name of each pool: the ``known`` one, or its own, with a number appended if that is taken."""
+    """Return the name to show for each pool: the ``known`` one, or the pool's own, with a number if that is taken."""
     result: dict[Pool, str] = {}
     taken = set(known.values())
     for pool in pools:
