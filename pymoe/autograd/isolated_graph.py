@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class _Differentiated(threading.local):
-    """``entry`` is the first node of the graph that this thread differentiates; None if it differentiates no call."""
+    """State of a thread: ``entry`` is the first node of the graph that it is differentiating, or None."""
 
     entry: Any = None
 
@@ -332,9 +332,9 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Set ``roots`` and ``leaves`` of ``calls``, which have run with graphs, for their backward passes.
+    """Set ``roots`` and ``leaves`` of ``calls``, for their backward passes, after they have run with graphs.
 
-    Return for each call the result of :meth:`IsolatedCall.find_fresh`: its outputs that have a history.
+    Return the result of :meth:`IsolatedCall.find_fresh` for each call: its outputs that have a history.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]

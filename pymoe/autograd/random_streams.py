@@ -165,8 +165,9 @@ def with_stream(stream: RandomStream, function: Callable[..., Result], *args: An
 
 
 def begin_drawing() -> None:
-    """Make this thread draw from ``this_thread.stream``, which was None before and must stay set until
-    :func:`end_drawing`.
+    """Make this thread draw from ``this_thread.stream``, until :func:`end_drawing`.
+
+    The stream must have been None before and set just now, and must stay set.
     """
     _calling.add(get_ident())  # must precede the read of _is_changed: see restore()
     if not _is_changed:
@@ -331,7 +332,10 @@ class _Default:
 
 
 class _RandomModule(types.ModuleType):
-    """Class of the module ``torch.random`` for code that reads its attributes (its own functions read globals)."""
+    """The class of the module ``torch.random`` while calls run, for code that reads ``torch.random.default_generator``.
+
+    (The module's own functions read the global variable of this name instead.)
+    """
 
     @property
     def default_generator(self) -> torch.Generator:

@@ -52,7 +52,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._timeouts = 0  # consecutive
+        self._timeouts = 0  # number of consecutive timeouts
         self._last = 0.0  # time of the latest timeout
 
     def answered(self) -> None:

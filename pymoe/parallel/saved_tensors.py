@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of the caller, called in the order of the calls and on the caller's thread.
+"""Calls the caller's saved-tensor hooks in the order of the calls and on the caller's thread.
 
 Hooks may depend on that order: ``torch.utils.checkpoint`` identifies tensors by the order in which they were saved, in
 forward and when it runs its block again. Calls that run at the same time save in any order. Each call therefore records

@@ -21,7 +21,7 @@ from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
 MAX_THREADS = 512  # including waiting ones; each costs some tens of KiB
-WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # maximum time for which the exiting interpreter waits for maps of daemon threads
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # the exiting interpreter waits at most this long for maps of daemon threads
 END_IDLE_THREAD_AFTER_S = 5.0  # a thread that was added because calls waited ends after this time without work
 
 _lock = threading.Lock()
@@ -64,7 +64,7 @@ def set_parallel_workers(count: int | None) -> None:
 
 @contextmanager
 def parallel_workers(count: int | None) -> Iterator[None]:
-    """Return a context manager that calls ``set_parallel_workers(count)``, and at its end restores the number."""
+    """Return a context manager that sets the number of workers to ``count``, and finally restores the previous one."""
     before = _count
     set_parallel_workers(count)
     try:
@@ -74,7 +74,7 @@ def parallel_workers(count: int | None) -> Iterator[None]:
 
 
 def shared_pool() -> WorkerPool:
-    """Return the process's pool of workers, and start its threads if they do not run.
+    """Return the process's pool of workers; create it first if there is none.
 
     Raises:
         RuntimeError: the interpreter is exiting.

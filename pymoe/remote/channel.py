@@ -257,7 +257,7 @@ class Ended(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the name of the exception, as in the metadata of a call."""
+        """Return metadata like those of a failed call, with the name of the exception; () if it has none."""
         return ((KIND_KEY, self._kind),) if self._kind else ()
 
 

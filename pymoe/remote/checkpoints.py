@@ -119,7 +119,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Test whether :func:`write_checkpoint` would succeed, without changing the checkpoints; raise the same if not."""
+    """Test whether :func:`write_checkpoint` would succeed, without changing the checkpoints; if not, raise the same."""
     _written(folder, checkpoint).unlink()
 
 
@@ -344,7 +344,7 @@ def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Return ``loaded`` with the types of ``saved``, on the device of ``loaded``."""
+    """Return ``saved``, with its own types, on the device of ``loaded``."""
     if isinstance(saved, Tensor):
         if not isinstance(loaded, Tensor):
             return saved

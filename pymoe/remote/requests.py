@@ -522,8 +522,9 @@ class _Attempts:
         return call_soon(self._call_back, error, result)
 
     def _call_back(self, error: Exception | None, result: Any) -> None:
-        """Complete the future and keep the permit until its callbacks end: each callback may take a thread, and permits
-        limit their number.
+        """Complete the future, and return the permit only when the future's callbacks have ended.
+
+        Each callback may occupy a thread, and the permits limit the number of these threads.
         """
         try:
             self._complete(error, result)

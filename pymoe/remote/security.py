@@ -1,4 +1,4 @@
-"""Addresses of servers, and access to them: TLS, certificates of clients, tokens.
+"""Addresses of servers, and access to servers: TLS, certificates of clients, tokens.
 
 An address that other machines can reach needs TLS, and a token or certificates of clients: a client that may request
 gradients from an expert trains it. Tokens are sent only over TLS, or within this machine.
@@ -243,7 +243,7 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 
 
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if the token would be sent to another machine without encryption."""
+    """Raise ValueError if the token would be sent to another machine without encryption, or cannot be sent."""
     check_token("connect", token)
     check_tls("connect", tls)
     if token is not None and tls is None and not is_local(address):

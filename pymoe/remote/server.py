@@ -195,7 +195,7 @@ class ExpertServer:
     # --- start and end ---
 
     def start(self) -> None:
-        """Listen and serve.
+        """Start to listen and serve, unless the server does so already.
 
         Raises:
             OSError: the address is taken or is not one of this machine, or the folder of a socket does not exist.
@@ -309,7 +309,7 @@ class ExpertServer:
     async def _stop(self, server: Any, grace: float) -> None:
         # The address stays taken until everything is saved: a successor would load older checkpoints.
         try:
-            await self._service.drain(grace)  # this also ends _save_regularly()
+            await self._service.drain(grace)  # also ends _save_regularly()
             # Experts that are still running hang. Saving waits for them, and therefore has a time limit.
             await self._save_all(max(grace, 1.0))
         except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain are told, too

@@ -109,7 +109,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
-    """The description of one expert for clients."""
+    """The description of an expert for clients."""
 
     forward_schema: Any
     """A tree, like ``outputs_schema``."""

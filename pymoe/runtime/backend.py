@@ -404,7 +404,7 @@ class ExpertBackend(nn.Module):
             self._rule.forget()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         missing_keys = args[1]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # the plain module's state: nothing is missing
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a plain module's state, which has no extra state
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:

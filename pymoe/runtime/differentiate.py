@@ -1,4 +1,4 @@
-"""Runs an expert on copies of clients' tensors, and differentiates it."""
+"""Copies clients' tensors for a call of an expert, and differentiates the call."""
 
 from __future__ import annotations
 

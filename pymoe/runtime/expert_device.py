@@ -90,7 +90,7 @@ class ExpertDevice:
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the begin and end of the memory of each tensor that has memory."""
+    """Return the first address of each tensor's memory and the address after its last byte."""
     found = set()
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):  # uninitialised, or a subclass without memory

@@ -9,7 +9,7 @@ from typing import Any
 
 from pymoe.runtime.timers import call_later
 
-DELAY_S = 0.01  # from the end of a block to its deferred Ctrl-C: time for the batch to return its results
+DELAY_S = 0.01  # time from the end of a block to its deferred Ctrl-C, in which the batch returns its results
 
 
 class uninterrupted:
@@ -20,7 +20,7 @@ class uninterrupted:
     neither left half done nor made twice. A second Ctrl-C is not deferred: the block may hang.
     """
 
-    # A class, since every batch enters one: a generator would cost one microsecond more.
+    # A class and not a generator function, which would cost every batch one microsecond more.
     _handler: Any = None
     _pending = False
 

@@ -57,7 +57,8 @@ def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others:
 def nested_compare(first: Any, second: Any) -> bool:
     """Return whether both have the same structure: the same kinds of containers, with the same lengths and keys.
 
-    Leaves may differ. Lists, tuples and named tuples are different kinds; subclasses of dict are one kind with dict.
+    Leaves may differ. Lists, tuples and each type of named tuple are different kinds; all dicts are of the same kind,
+    including subclasses.
     """
     if _kind(first) is not _kind(second):
         return False

@@ -96,7 +96,7 @@ class Runtime:
         self._idle = threading.Event()
         self.num_workers = num_workers
         self._changes = threading.RLock()  # held while the runtime starts, adds or removes
-        self._leaving: list[TaskPool] = []  # pools that are being removed, once per waiting caller
+        self._leaving: list[TaskPool] = []  # pools that are being removed, once per call of remove()
         self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)

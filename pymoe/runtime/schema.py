@@ -89,7 +89,7 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if is_any_autocast_enabled():  # torch's public functions each ask about one device only
+        if is_any_autocast_enabled():  # torch's public function asks about a single type of device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 

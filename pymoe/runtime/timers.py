@@ -41,9 +41,10 @@ def seconds_left(deadline: float | None) -> float | None:
 class TimerHandle:
     """Calls a function once at a given time, on a thread of timers. Thread-safe.
 
-    Each :meth:`reset` sets a time at which the function is called once, unless :meth:`cancel` or another :meth:`reset`
-    comes before the call begins; both return whether they did that. A timer may be reset while its function runs; if it
-    is due again before the function has returned, two threads run it. Its exceptions go to ``threading.excepthook``.
+    Each :meth:`reset` sets a time at which the function is called once. :meth:`cancel`, and another :meth:`reset`, undo
+    this unless the call has begun; both return whether they undid one. A timer may be reset while its function runs; if
+    the timer is due again before the function has returned, two threads run the function. Exceptions of the function go
+    to ``threading.excepthook``.
     """
 
     __slots__ = ("_arguments", "_function")

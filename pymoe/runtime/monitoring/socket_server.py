@@ -73,7 +73,7 @@ class Monitor:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Listen; raise OSError if that is impossible."""
+        """Start to listen, unless the monitor listens already; raise OSError if that is impossible."""
         with self._lock:
             if self._thread is None:
                 self._listen()
