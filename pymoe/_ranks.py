@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return an ID shared by all processes of this boot of the host in this PID namespace; "" if it is unknown."""
+    """Return an ID shared by the processes of this PID namespace since the host's last boot; "" if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

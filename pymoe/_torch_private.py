@@ -70,7 +70,7 @@ queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 FunctionBase = torch._C._FunctionBase
 # A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
 DelayedError: Any = _C._functions.DelayedError
-# The number of the next node that this thread creates: the engine runs nodes in the order of their numbers.
+# The number of the next node that this thread creates. Of the ready nodes, the engine runs the one with the greatest.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
 # Returns whether this thread's running backward pass was started with ``retain_graph``; nodes get no such argument.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph

@@ -65,7 +65,7 @@ def entry_of_this_thread() -> Any:
 
 
 def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Run ``function(*args, **options)``, which differentiates a call, without the hooks of leaves; return its result.
+    """Run ``function``, which differentiates a call, without running hooks of leaves, and return its result.
 
     ``entry`` is the first node of the call's graph, or None if it has none.
     """

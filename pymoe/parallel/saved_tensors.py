@@ -69,7 +69,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """The tensors that one call saves under hooks of its caller."""
+    """The tensors that a call saves under its caller's hooks."""
 
     __slots__ = ("_handed_over", "_saved", "around", "hooks")
 

@@ -159,7 +159,7 @@ class Channel:
     def _watch_after(self, seconds: float) -> None:
         try:
             call_later(seconds, self.watch)
-        except RuntimeError:  # no thread can be started: requests find out, and the next one watches again
+        except RuntimeError:  # no thread can be started: the next request will start to watch again
             self._set_reachable(True)
             self._unwatched = True
 

@@ -119,7 +119,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Test whether :func:`write_checkpoint` would succeed, without changing the checkpoints; if not, raise the same."""
+    """Test whether :func:`write_checkpoint` would succeed, without changing checkpoints; if not, raise its error."""
     _written(folder, checkpoint).unlink()
 
 

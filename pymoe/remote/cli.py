@@ -239,7 +239,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Drain a server, and wait for its end; return 1 if it did not save all experts."""
+    """Drain a server, and wait for its end; return 1 if experts were not saved, or it has not ended in time."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

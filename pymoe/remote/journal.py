@@ -95,7 +95,9 @@ class Journal:
         incarnation: str = "",
         age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
-        """Run a request, unless an earlier attempt of it was applied; return the answer, and whether one was.
+        """Run a request, unless an earlier attempt was applied, and return the answer.
+
+        Return also whether an earlier attempt was applied.
 
         Args:
             client: with ``seq``, the key.

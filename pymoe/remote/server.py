@@ -462,7 +462,7 @@ class ExpertServer:
                 one.release()
 
     async def _save_all(self, timeout: float | None) -> int:
-        """Save all experts that have changed; return how many were saved. Put errors into ``_not_saved``, by expert."""
+        """Save all experts that have changed; return how many were saved. Set ``_not_saved`` to errors, by expert."""
         checkpoints = self._checkpoints()
         saves = {asyncio.ensure_future(self._save(one)): name for name, one in checkpoints.items()}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())

@@ -192,7 +192,9 @@ class ExpertEntry:
     async def backward(
         self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
     ) -> tuple[Sequence[Tensor], bool]:
-        """Apply a request, unless an earlier attempt was applied; return the inputs' gradients, and whether one was.
+        """Apply a request, unless an earlier attempt was applied, and return the gradients of the inputs.
+
+        Return also whether an earlier attempt was applied.
 
         Raises:
             ValueError: there is no key.

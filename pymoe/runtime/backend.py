@@ -257,7 +257,8 @@ class ExpertBackend(nn.Module):
         """Update the expert, and return gradients for the flat inputs.
 
         The expert runs again on the inputs, and its results are differentiated. The update uses only the parameters'
-        gradients from this batch, or with ``accumulate_steps`` from the last batches. None are left in ``.grad``.
+        gradients from this batch, or with ``accumulate_steps`` from the last batches. No gradients are left in
+        ``.grad``.
 
         Args:
             inputs: the flat inputs, then a gradient for each tensor among the flat outputs, of its shape. Gradients for

@@ -1,4 +1,4 @@
-"""Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
+"""Defers Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
 
 from __future__ import annotations
 

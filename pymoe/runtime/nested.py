@@ -1,6 +1,6 @@
 """Nested structures: tuples, lists, named tuples and dicts of anything, and the order of their leaves.
 
-A leaf is anything else: a tensor, a prototype, a number, None. The order of leaves: items of a sequence in their order,
+A leaf is anything else: a tensor, a prototype, a number, None. Leaves are in this order: items of a sequence as given,
 and values of a dict by **sorted key**, so that two equal dicts have their leaves in the same order, however they were
 built. Keys that cannot be compared are sorted by the name of their type and their repr.
 """

@@ -259,7 +259,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports one after the other; if there are none, it prints so only once."""
+    """Return a function that prints reports one after the other. It says only once that there are none."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
