@@ -83,7 +83,7 @@ __all__ = [
     "run_isolated_backward",
     "run_isolated_forward",
 ]
-"""What ``from pymoe import *`` imports: no package, because ``nn`` would replace torch's."""
+"""The names that ``from pymoe import *`` imports: no packages, because ``nn`` would replace torch's."""
 
 _LAZY_PACKAGES = ("runtime", "parallel", "mixture", "pipe", "ep")
 _NEED_MORE = ("remote", "integrations")
@@ -96,12 +96,13 @@ _OTHER_NAMES = {
     **dict.fromkeys(("RemoteExpert", "ExpertClient"), "pymoe.runtime.ExpertClient or pymoe.remote ask experts"),
     **dict.fromkeys(("PipelineStage", "ScheduleGPipe", "Schedule1F1B"), "pymoe.pipeline cuts and runs a model"),
 }
-"""Names of hivemind and of torch.distributed.pipelining."""
+"""Names of hivemind and of torch.distributed.pipelining, each with what takes its place here."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use the parts that need ``pymoe._runtime`` or ``torch.distributed``; operators and layers work
-    without them.
+    """Import the parts that need ``pymoe._runtime`` or ``torch.distributed`` on first use.
+
+    Operators and layers work without them.
     """
     if name in _LAZY_PACKAGES or name in _NEED_MORE:
         return importlib.import_module(f"pymoe.{name}")

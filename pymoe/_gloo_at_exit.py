@@ -1,9 +1,9 @@
-"""Lets the threads of gloo finish before the interpreter is finalized.
+"""Waits for the threads of gloo before the interpreter is finalized.
 
-For a moment after a collective is reported as done, a thread of gloo still holds its tensors, and it needs the
+For a moment after a collective is reported as done, a thread of gloo still refers to its tensors, and it needs the
 interpreter's lock to release them. Before 3.14, CPython ends a thread that asks for this lock during finalization, and
 the process aborts: "terminate called without an active exception". ``torch.distributed.destroy_process_group`` does not
-help: such threads live until the group is freed, and the caches of DTensor keep it. See
+help: such threads live until the group is freed, and the caches of DTensor keep it alive. See
 https://github.com/pytorch/pytorch/pull/179291.
 """
 
@@ -26,7 +26,7 @@ _waiting: set[int] = set()
 
 
 def wait_for_gloo_at_exit() -> None:
-    """Wait at exit until the threads of gloo sleep, at most 5 seconds. Later calls in this process do nothing.
+    """Make this process wait at exit, for at most 5 seconds, until the threads of gloo sleep. Later calls do nothing.
 
     Without Linux's ``/proc`` there is no wait.
     """
@@ -45,7 +45,7 @@ def _wait() -> None:
 
 
 def _is_busy() -> bool:
-    """Return whether a thread of gloo runs, or waits for a processor."""
+    """Return whether any thread of gloo is not asleep."""
     for thread in Path("/proc/self/task").glob("*"):
         try:
             if thread.joinpath("comm").read_text().strip() == THREAD_NAME:

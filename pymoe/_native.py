@@ -89,10 +89,11 @@ def build_info() -> dict[str, Any]:
     """Return facts about the installed build and the current process, for bug reports.
 
     Returns:
-        A dictionary of strings and booleans: versions of pymoe, torch (running and built against), Python, CUDA
-        toolkit and architectures of the compiled kernels, compiler (None if the runtime cannot be loaded), and the CPU
-        instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or ``amx``, on aarch64 ``baseline``,
-        ``dotprod`` or ``i8mm``; the environment variable ``PYMOE_CPU_ISA`` may lower it).
+        A dictionary: versions of pymoe, Python and torch (running and built against), the platform, whether there are
+        CUDA kernels, their toolkit and architectures, the GPU, the compilers of the operators and of the runtime (None
+        if the runtime cannot be loaded), the CPU instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or
+        ``amx``, on aarch64 ``baseline``, ``dotprod`` or ``i8mm``; the environment variable ``PYMOE_CPU_ISA`` may lower
+        it), and torch's number of threads.
 
     Example:
         >>> info = pymoe.build_info()

@@ -1,8 +1,8 @@
-"""Lets a rank learn whether others of its process group have failed, and end its own waits for them.
+"""Tells a rank whether others of its process group have failed, and ends its own waits for them.
 
-The system tells whether a process of the same host has ended (:class:`Process`). The store of the group holds records
-that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It closes
-connections, so it also ends the waits of ranks that wait for this one.
+The operating system says whether a process of the same host has ended (:class:`Process`). The store of the group has
+records that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It
+closes connections, so it also ends the waits of ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ABORT_TAG = 2**30  # the tag of messages that are never received
 
 
 def this_host() -> str:
-    """Return an ID that is equal in processes of one host and one PID namespace; an empty string if it is unknown."""
+    """Return an ID shared by the processes of this PID namespace since the host's last boot; "" if it is unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -46,7 +46,7 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether the process is or was on this host, without which :meth:`has_ended` does not work."""
+        """Return whether the process is or was on this host. If not, :meth:`has_ended` is always False."""
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:
@@ -129,9 +129,9 @@ class GroupStore:
 def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
     """Make every wait for messages of these groups in this process raise now. The groups cannot be used after that.
 
-    gloo cannot abort a wait, but it closes all connections of a context when one of its waits exceeds its timeout. So
-    this waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing, but
-    streams no longer wait for them.
+    gloo cannot abort a wait, but it closes all connections of a context when a wait on one of them times out. So this
+    function waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing,
+    but streams no longer wait for them.
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)

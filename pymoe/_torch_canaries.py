@@ -2,10 +2,10 @@
 
 A name may still exist in another version of torch and do something else: a method may never be called, a function may
 always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
-per process, on a thread of its own without modes, transforms or autocast, and raises if one of them fails.
+per process, on a new thread without modes, transforms or autocast, and raises if one of them fails.
 
 ``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the other
-names by one that does nothing, and then the canary must raise.
+names with one that does nothing, and then the canary must raise.
 """
 
 from __future__ import annotations
@@ -342,8 +342,8 @@ def transforms() -> Exercises:
     cleared, inside = seen
     yield "are_functorch_transforms_active", inside and not private.are_functorch_transforms_active()
     yield "temporarily_clear_interpreter_stack", cleared is False
-    # Read the code that sets the level instead of entering a level: the level belongs to the process, and torch refuses
-    # a second one.
+    # Read the code that sets the level instead of entering a level: the level is process-wide, and torch refuses a
+    # second one.
     sets_level = [
         ("STORE_GLOBAL", "_current_level") in [(step.opname, step.argval) for step in dis.get_instructions(function)]
         for function in (forward_ad.enter_dual_level, forward_ad.exit_dual_level)

@@ -1,9 +1,9 @@
 """Lists the private names of torch on which pymoe depends, with the reason why no public name will do.
 
 No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``), except
-that ``pymoe.reference`` and ``pymoe._common``, which may not import this one, take ``FakeTensor`` from torch. All of
+that ``pymoe.reference`` and ``pymoe._common``, which may not import this module, take ``FakeTensor`` from torch. All of
 these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are missing. The
-objects are torch's own, so calls through this module cost nothing more.
+objects are torch's own, so calls through this module have no extra cost.
 
 The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
 ``ATTRIBUTES``.
@@ -70,7 +70,7 @@ queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 FunctionBase = torch._C._FunctionBase
 # A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
 DelayedError: Any = _C._functions.DelayedError
-# The number of the next node that this thread creates: the engine runs nodes in the order of their numbers.
+# The number of the next node that this thread creates. Of the ready nodes, the engine runs the one with the greatest.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
 # Returns whether this thread's running backward pass was started with ``retain_graph``; nodes get no such argument.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
@@ -79,8 +79,8 @@ current_graph_task_id: Any = _C._current_graph_task_id
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base of ``autograd.Function``; the base of that class, which has the inner ``apply`` that the public one calls;
-# and the metaclass of both, which determines the function that ``apply`` runs.
+# The base class of ``autograd.Function``, which has the inner ``apply`` that the public one calls; and the metaclass of
+# both, which determines the function that ``apply`` runs.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
@@ -118,7 +118,7 @@ pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_h
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` knows only its own profiles
+profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` sees only its own profiles
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
@@ -128,14 +128,14 @@ temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_c
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key
-dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # by thread
+dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # per thread
 dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
 dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
 dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the dispatch keys after autograd's
 foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
-# The operator that torch.export puts into graphs that hold only for the dtypes of their example.
+# The operator that torch.export puts into graphs that are valid only for the dtypes of their example inputs.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
 # The operator that turns a tensor into a number of Python: ``item()``, indices, fill values.
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default

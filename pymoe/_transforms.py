@@ -14,14 +14,15 @@ from pymoe._torch_private import are_functorch_transforms_active
 def is_exporting() -> bool:
     """Return whether ``torch.export`` runs this code.
 
-    ``torch.compiler.is_exporting()`` is True in all code that torch 2.11 compiles.
+    (``torch.compiler.is_exporting()`` would also return True in all code that torch 2.11 compiles.)
     """
     return compiler._is_exporting_flag
 
 
 def torch_func_is_active() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active, in which case maps run their
-    calls in order.
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active.
+
+    If one is, maps run their calls one after the other.
     """
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]
@@ -35,9 +36,9 @@ def in_torch_func() -> bool:
 def has_tangent(*tensors: Tensor) -> bool:
     """Return whether one of the tensors carries a tangent of forward-mode AD, or may carry one that cannot be seen.
 
-    In code that is being compiled, and inside the transforms of :mod:`torch.func`, each tensor may carry one in forward
-    mode: Dynamo's tensors do not have those of the arguments, a ``vmap`` hides them, and an inner transform those of
-    an outer one.
+    While compiling, and inside the transforms of :mod:`torch.func`, this is true whenever forward mode is on: Dynamo's
+    tensors lack the tangents of the arguments, ``vmap`` hides tangents, and an inner transform hides those of an outer
+    one.
     """
     if not in_forward_mode():
         return False

@@ -11,10 +11,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiler_disable(function: Function) -> Function:
-    """Decorate ``function`` so that compiled code calls it unchanged, and compiles nothing that it calls.
+    """Decorate ``function`` so that compiled code calls it without compiling it or anything that it calls.
 
     ``torch.compiler.disable`` does the same, but imports the compiler, which takes seconds, even in programs that do
-    not compile. This decorator uses it only if it has been imported already.
+    not compile. This decorator uses the compiler's ``disable`` only if the compiler has been imported already.
     """
     disabled: Callable[..., Any] | None = None
 

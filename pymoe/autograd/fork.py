@@ -4,10 +4,10 @@ torch replaces its autograd engine when the child first uses it, without a lock:
 time, both destroy the old engine (torch 2.11 and 2.13), and the process crashes. So :func:`renew_engine` uses the
 engine once before the child starts threads.
 
-An engine that has threads for devices cannot be replaced, so torch refuses every backward pass of the child. The first
+An engine that has threads for devices cannot be replaced, so torch refuses every backward pass in the child. The first
 backward pass of a process starts one such thread for each device that torch reports. A build of torch for CUDA on a
 machine without a GPU reports one device, wrongly, after ``torch.export`` or ``torch.compile`` has made tensors without
-values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before that.
+values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from pymoe import _native
 
 _lock = threading.Lock()
-_is_stale = os.getpid() != _native.PROCESS  # true after a fork between the import of pymoe._native and of this file
+_is_stale = os.getpid() != _native.PROCESS  # true if the process has forked since it imported pymoe._native
 _is_started = False
 
 

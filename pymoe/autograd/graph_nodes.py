@@ -4,7 +4,7 @@ The module also adds gradients as autograd does, and finds nodes that ``torch.co
 differentiated only once: its backward overwrites the buffers that its forward has saved ("donated" buffers), and raises
 an error under ``retain_graph=True``. Graphs of isolated calls are differentiated with ``retain_graph=True``, because a
 call's graph may lead into another graph that is still needed (for example that of a weight that was computed before the
-call). Only graphs with compiled nodes are not.
+call). Graphs with compiled nodes are the only exception.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _make_anchor() -> tuple[torch.Tensor, GradientEdge]:
 # ANCHOR is the input of nodes that need an input that requires gradients and have no other. It never gets a gradient.
 # Its accumulator is kept alive to avoid a deadlock: torch creates the accumulator of a leaf under the leaf's lock, and
 # under ``detect_anomaly()`` releases the interpreter's lock meanwhile, so two threads that use a leaf without an
-# accumulator can block each other. Therefore everything that outlives a call uses this leaf and makes none of its own.
+# accumulator can block each other. Therefore everything that outlives a call uses this leaf and makes no other.
 ANCHOR, _accumulator_of_the_anchor = _make_anchor()
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of ``tensor``; -1 for a tensor of inference mode, which has no count."""
+    """Return the version counter of ``tensor``; -1 for a tensor made in inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -54,14 +54,14 @@ make_edge: Any = tuple.__new__  # makes a GradientEdge from a tuple, bypassing i
 
 
 def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
-    """Return a node that is never run and keeps the nodes of ``tensors`` alive, or None if that is not needed.
+    """Return a node, never run, that keeps the nodes of ``tensors`` alive.
 
-    It is needed for nodes of an ``autograd.Function``, because an edge does not keep such a node alive. Grad mode must
-    be on. A ``view_as`` of each tensor would also work, but takes three times as long.
+    Only nodes of an ``autograd.Function`` need this, because an edge does not keep such a node alive; return None if
+    there are none. Grad mode must be on. A ``view_as`` of each tensor would also work, but takes three times as long.
 
     Args:
         tensors: tensors with a history.
-        nodes: their ``grad_fn``.
+        nodes: the ``grad_fn`` of each tensor.
     """
     own = [tensor for tensor, node in zip(tensors, nodes, strict=True) if isinstance(node, FunctionBase)]
     if not own:
@@ -108,7 +108,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the leaves of :func:`find_leaves`, and the set of all nodes that the pass reaches, with None added."""
+    """Return the leaves of :func:`find_leaves`, and the set of the nodes that the pass reaches, ``entry`` and None."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -126,17 +126,17 @@ def find_leaves_and_nodes(
     return leaves, seen
 
 
-_ACCUMULATION = 2**64 - 1  # the sequence number of nodes of leaves
+_ACCUMULATION = 2**64 - 1  # the sequence number of the nodes that accumulate gradients into leaves
 
 
 def put_behind(limit: int, nodes: Sequence[Any]) -> None:
     """Give the nodes of a call sequence numbers below ``limit``, in their current order.
 
     Of the nodes that are ready, autograd's engine runs the one with the greatest sequence number, which is the one made
-    last. But each thread numbers its nodes separately, so nodes that a worker has made may have greater numbers than
-    the node of the map, which the calling thread makes later. This matters if a tensor has left a call otherwise than
-    as an output: then a backward pass reaches the call's nodes through that tensor, too, and frees what they have
-    saved. The node of the map must run before that, so the nodes of the call get smaller numbers.
+    last. But each thread numbers its nodes separately, so nodes made by a worker may have greater numbers than the node
+    of the map (``pymoe.parallel.map``), which the calling thread makes later. This matters if a tensor has left a call,
+    but not as an output: then a backward pass reaches the call's nodes through that tensor, too, and frees what they
+    have saved. The map's node must run before that happens, so the call's nodes get smaller numbers.
     """
     by_number: dict[int, list[Any]] = {}
     for node in nodes:
@@ -159,7 +159,7 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
 _FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
 
 _NATIVE: set[type] = set()  # types of nodes that are made in C++
-_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # the last subclass at the latest search
+_latest: Callable[[], type | None] = lambda: None  # noqa: E731  # returns the last class of the latest search
 _found = False  # the result of the latest search for compiled classes
 
 
@@ -173,7 +173,7 @@ def _anything_is_compiled() -> bool:
 
 
 def are_compiled(nodes: Iterable[Node | None]) -> bool:
-    """Return whether ``torch.compile`` has made one of ``nodes``, which are all nodes of a graph."""
+    """Return whether ``torch.compile`` has made any of ``nodes``; None among them is ignored."""
     kinds = {*map(type, nodes)}
     if kinds <= _NATIVE:
         return False

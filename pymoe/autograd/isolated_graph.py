@@ -1,17 +1,18 @@
-"""Runs one call of a function in an autograd graph of its own.
+"""Runs a call of a function in its own autograd graph.
 
-- forward: Tensors among the arguments are replaced by aliases: same memory, same version counter (so an in-place edit
-  of the caller's tensor is detected if the graph has saved it), and an autograd history that begins at the alias. If no
-  argument has a history, leaves that require gradients are passed without an alias. (If one has, the leaves need
-  aliases, too, because the search for the call's leaves would otherwise enter that argument's history.) The function
-  runs unchanged, an ``autograd.Function`` with torch's own context object.
+- forward: Floating-point and complex tensors among the arguments are replaced by aliases: same memory, same version
+  counter (so an in-place edit of the caller's tensor is detected if the graph has saved it), and an autograd history
+  that begins at the alias. In a map, if no argument of a call has a history, leaves that require gradients are passed
+  without an alias. (If an argument has a history, the leaves need aliases, too, because the search for the call's
+  leaves would otherwise enter that history.) The function itself runs unchanged; an ``autograd.Function`` gets torch's
+  own context object.
 - leaves: The leaves that the call has used, as arguments or not (parameters, tensors of a closure), are found by
   walking its graph back from the outputs. If the walk reaches graphs that existed before the call, it continues to
   their leaves.
 - backward: ``autograd.grad`` from the outputs to the aliases and the leaves: nothing is accumulated anywhere.
 
-Tensors that leave a call otherwise than as outputs (in an object, as a module's attribute) keep their history: a
-backward pass from them, inside or outside of the call, continues through the aliases to the caller's tensors.
+Tensors that leave a call, but not as outputs (in an object, as a module's attribute), keep their history: a backward
+pass from them, inside or outside of the call, continues through the aliases to the caller's tensors.
 
 A hook of a leaf runs once, on the sum of all calls' gradients of the leaf. It does not run when the gradients of one
 call are computed.
@@ -45,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class _Differentiated(threading.local):
-    """``entry`` is the first node of the graph that this thread differentiates; None if it differentiates no call."""
+    """State of a thread: ``entry`` is the first node of the graph that it is differentiating, or None."""
 
     entry: Any = None
 
@@ -56,12 +57,15 @@ _everywhere: set[object] = set()  # one object per call that any thread is diffe
 
 
 def entry_of_this_thread() -> Any:
-    """Return the first node of the call that this thread differentiates (a placeholder if it has none), or None."""
+    """Return the first node of the call that this thread is differentiating; None if it is differentiating no call.
+
+    For a call whose graph has no such node, return a placeholder.
+    """
     return _running.entry
 
 
 def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Return ``function(*args, **options)``, which differentiates a call on this thread; hooks of leaves do not run.
+    """Run ``function``, which differentiates a call, without running hooks of leaves, and return its result.
 
     ``entry`` is the first node of the call's graph, or None if it has none.
     """
@@ -167,10 +171,12 @@ class IsolatedCall:
         self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Return the outputs with a history in this call's graph, each once; add modified arguments to ``written``.
+        """Add the arguments that the call modified in place to ``written``, and return the outputs with a history.
 
-        With ``hand_through``, aliases that the function has returned are replaced by the caller's tensors in
-        ``outputs``. Raise RuntimeError if the call has modified an argument that shares memory with another one.
+        Each output is returned once. With ``hand_through``, the caller's tensors replace the aliases among ``outputs``.
+
+        Raises:
+            RuntimeError: the call has modified an argument that shares memory with another argument.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:
@@ -245,19 +251,19 @@ def differentiate(
     entry: Node | None,
     keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of every input and leaf of the graph of one call; None if there is none.
+    """Return the gradient of every input and then of every leaf of one call's graph; None for those without one.
 
     Nothing is accumulated. The graph is kept (``retain_graph=True``), because it may lead into other graphs that are
-    still needed; it is freed with its roots. Only a graph with nodes of ``torch.compile`` is not kept, because these
-    raise an error if it is; ``keep`` keeps it nevertheless.
+    still needed; it is freed when its roots are. Only a graph with nodes of ``torch.compile`` is freed immediately,
+    because these nodes raise an error under ``retain_graph=True``; ``keep`` keeps even such a graph.
 
     Args:
         roots: the edges where the backward pass begins; None and roots without a gradient are skipped.
         grads: a gradient for each root, or None.
         inputs: the edges where the call's graph begins.
         leaves: tensors into which gradients would be accumulated.
-        entry: the node to which the inputs belong; None if there are no inputs.
-        keep: keep the graph in any case, because it will be differentiated again.
+        entry: the node of all ``inputs``; None if there are no inputs.
+        keep: keep the graph in any case, for example because it will be differentiated again.
     """
     starts, values = [], []
     for root, grad in zip(roots, grads, strict=True):
@@ -326,9 +332,9 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Set ``roots`` and ``leaves`` of ``calls``, which have run with graphs, for their backward passes.
+    """Set ``roots`` and ``leaves`` of ``calls``, for their backward passes, after they have run with graphs.
 
-    Return for each call the result of :meth:`IsolatedCall.find_fresh`: its outputs that have a history.
+    Return the result of :meth:`IsolatedCall.find_fresh` for each call: its outputs that have a history.
     """
     fresh = [call.find_fresh(hand_through) for call in calls]
     outputs = [output for own in fresh for output in own]

@@ -1,11 +1,11 @@
 """Runs batches with torch's default settings, so that they do not depend on the thread that runs them.
 
-A client that waits for its request may run the batch with this request itself, and the batch may contain requests of
-other clients. Settings of the client's thread must not affect them: inference mode, autocast, gradients on or off, a
-default device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code that
-``torch.compile`` has made. :func:`in_plain_state` runs a function without these settings. Moreover, a client whose
-thread has such settings leaves its batch to the workers (``csrc/bindings/torch_calls.h`` says how the runtime finds
-out). A batch has its own context (``contextvars``) and stack.
+A client that waits for its request may itself run the batch that contains it, along with requests of other clients.
+Settings of the client's thread must not affect those: inference mode, autocast, gradients on or off, a default device,
+hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code compiled by ``torch.compile``.
+:func:`in_plain_state` runs a function without these settings. Moreover, a client whose thread has such settings leaves
+its batch to the workers (``csrc/bindings/torch_calls.h`` says how the runtime detects them). A batch has its own
+context (``contextvars``) and stack.
 """
 
 from __future__ import annotations

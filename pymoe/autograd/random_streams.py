@@ -1,8 +1,8 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
-torch's default generators belong to the process: if calls draw at the same time, each gets numbers that depend on the
-others. Therefore the thread of a call of a map gets another default generator while the call runs. It is seeded with
-one number of the surrounding stream and the call's position:
+torch's default generators are shared by the whole process: if calls draw at the same time, each gets numbers that
+depend on the others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets
+another default generator meanwhile. It is seeded with one number of the surrounding stream and the call's position:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -69,7 +69,8 @@ OPERATORS = """
     _scaled_dot_product_flash_attention _triton_scaled_dot_attention native_dropout
 """
 
-# A key for torch's own tests, without kernels. (With other unused keys, the dispatcher fails to find kernels.)
+# A dispatch key for torch's own tests, which has no kernels. (With other unused keys, the dispatcher fails to find
+# the kernels registered here.)
 KEY = "TESTING_ONLY_GenericMode"
 _key = parse_dispatch_key(KEY)
 
@@ -97,7 +98,7 @@ class RandomSource:
         """Prepare the streams of a map, which are seeded with one number of the surrounding stream.
 
         Args:
-            eager: draw this number now; otherwise it is drawn when a call first needs random numbers.
+            eager: draw this number now, and not only when a call first needs random numbers.
         """
         self._surrounding = this_thread.stream
         self._lock = threading.Lock()
@@ -164,8 +165,9 @@ def with_stream(stream: RandomStream, function: Callable[..., Result], *args: An
 
 
 def begin_drawing() -> None:
-    """Make this thread draw from ``this_thread.stream``, which was None before and must stay set until
-    :func:`end_drawing`.
+    """Make this thread draw from ``this_thread.stream``, until :func:`end_drawing`.
+
+    The stream must have been None before and set just now, and must stay set.
     """
     _calling.add(get_ident())  # must precede the read of _is_changed: see restore()
     if not _is_changed:
@@ -261,7 +263,7 @@ def _change_cuda() -> None:
 def restore() -> None:
     """Undo the changes of ``torch.random`` after a call, unless another call still runs.
 
-    A call that begins meanwhile never loses its generator: its thread is in ``_calling`` before it reads
+    A call that begins at the same time never loses its generator: its thread is in ``_calling`` before it reads
     ``_is_changed``, and this function sets ``_is_changed`` to False before it reads ``_calling``. So either this
     function finds the call in ``_calling``, or the call waits for the lock and changes ``torch.random`` again.
     """
@@ -300,7 +302,7 @@ def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
             stream, device = this_thread.stream, _first_device(args, kwargs)
-            # torch's own threads for backward passes on other devices include the key, but belong to no call.
+            # torch's own threads for backward passes on other devices include the key, but run no call.
             if given is not None or stream is None or device is None or device.type == "meta":
                 return operator(*args, **kwargs)
             if position < len(names):
@@ -330,7 +332,10 @@ class _Default:
 
 
 class _RandomModule(types.ModuleType):
-    """Class of the module ``torch.random`` for code that reads its attributes (its own functions read globals)."""
+    """The class of the module ``torch.random`` while calls run, for code that reads ``torch.random.default_generator``.
+
+    (The module's own functions read the global variable of this name instead.)
+    """
 
     @property
     def default_generator(self) -> torch.Generator:
@@ -361,7 +366,7 @@ class _CudaDefaults(tuple):
 
 
 def _forget() -> None:
-    """Replace locks in the child of a fork, whose other threads may have held them, and forget those threads' calls."""
+    """Replace the locks in the child of a fork, since other threads may have held them; forget those threads' calls."""
     global _changing, _defaults_in_use
     _changing, _defaults_in_use = threading.Lock(), threading.Lock()
     _calling.intersection_update({get_ident()})

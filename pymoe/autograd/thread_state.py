@@ -13,8 +13,7 @@ settings per thread and has no public function that copies them to another threa
   of the calling thread, so it comes after the work that this thread has queued, and before its later work.
 
 Context variables are copied by ``contextvars``, and the profiler's state by ``pymoe._runtime.Profiled``. The default
-dtype, anomaly mode, deterministic algorithms and the number of threads belong to the whole process, so they need no
-copy.
+dtype, anomaly mode, deterministic algorithms and the number of threads are process-wide, so they need no copy.
 """
 
 from __future__ import annotations
@@ -163,8 +162,8 @@ def _set_autocast_level(level: int) -> int:
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
     """Return ``function(*args)``, run in ``state``; then restore this thread's state, even if the function changed it.
 
-    If ``state`` has autocast and this thread does not, the function runs in an autocast block of its own; for
-    ``clears`` see :func:`autocast_level`.
+    If the autocast settings of ``state`` differ from this thread's, the function runs in an autocast block of its own,
+    or outside of any block if ``state`` has autocast off; for ``clears`` see :func:`autocast_level`.
     """
     canaries.thread_states()
     was_known = known.state

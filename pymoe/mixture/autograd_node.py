@@ -46,7 +46,7 @@ class UsedAnswer(NamedTuple):
 def use_answers(
     choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
 ) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
-    """Assemble the outputs from the ``answers``; the rows ``few_T`` have too few answers and use none.
+    """Assemble the outputs from the ``answers``. The rows that the mask ``few_T`` marks have too few, and use none.
 
     Returns:
         The answers that are used; the outputs, each (S, ...), with zeros for missing answers; and a (T, K) mask of
@@ -86,7 +86,14 @@ class ForwardRecord(NamedTuple):
     def gradients(
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of the gathered ``inputs`` that are ``needed``; those of missing answers are zero."""
+        """Request gradients from the experts whose answers were used, which updates them; return the gradients.
+
+        There is one for each of the gathered ``inputs``: None if it is not ``needed``, zeros in rows without an answer.
+
+        Raises:
+            ValueError: a gradient in ``grads`` contains NaN or infinity, with ``detect_anomalies``.
+            TooFewAnswersError: a row got too few gradients, and ``rules.raises`` is true.
+        """
         there = [grad.detach() for grad in grads if grad is not None]
         if self.rules.detect_anomalies and not all_finite(there):
             raise ValueError(f"{self.name}: a gradient that reaches the mixture holds NaN or infinity")

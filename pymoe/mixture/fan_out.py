@@ -1,11 +1,11 @@
 """Sends many requests together, and waits for as many answers as the rows need.
 
-The wait ends when every request is done; ``timeout`` seconds after it began; or ``timeout_after_k_min`` seconds after
-every row had the answers that it needs, or could not get them any more. Requests that are still pending then are
-cancelled if they have not begun, and ignored if they have.
+The wait ends when every request is done; ``forward_timeout`` or ``backward_timeout`` seconds after it began; or
+``timeout_after_k_min`` seconds after every row had the answers that it needs, or could not get them any more. Requests
+that are still pending then are cancelled if they have not begun, and ignored if they have.
 
 A mixture that is called inside a batch (by an expert) runs its requests in its own thread, because the runtime may have
-no other worker. Then only ``timeout`` ends the wait, and only between batches.
+no other worker. Then ``timeout_after_k_min`` has no effect, and the other timeouts end the wait only between batches.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from pymoe.runtime.room import Place
 from pymoe.runtime.timers import deadline_after, seconds_left
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-SAME_DEADLINE_S = 0.05  # if a pool's timeout ends a request this shortly before the deadline, it counts as given up
+SAME_DEADLINE_S = 0.05  # a request that its pool times out this shortly before the deadline counts as given up
 
 
 class GivenUp(TimeoutError):
-    """Raised for a backend whose answer did not come in time."""
+    """Reports that the answer of a backend did not come in time."""
 
 
 class AnomalyError(FloatingPointError):
-    """Raised for a backend whose answer holds NaN or infinity."""
+    """Reports that the answer of a backend contains NaN or infinity."""
 
 
 class TooFewAnswersError(RuntimeError):
-    """Rows of a mixture got fewer answers, or fewer gradients, than they need.
+    """Raised if rows of a mixture got fewer answers, or fewer gradients, than they need.
 
     Attributes:
         rows: the indices of these rows.
-        failures: the reasons for missing answers, by backend. One of these exceptions is the ``__cause__``.
+        failures: the reasons for missing answers, by the backend's name. One of them is the ``__cause__``.
     """
 
     def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
@@ -83,7 +83,7 @@ class Answers:
 
     Attributes:
         results: the answer to each request, as a tuple of tensors; None if no answer came in time.
-        failures: the reasons for missing answers, by backend.
+        failures: the reasons for missing answers, by the backend's name.
         came: (T,) the number of answers that each row has.
         possible: (T,) the number of answers that each row has or can still get.
     """
@@ -115,7 +115,7 @@ class Answers:
 class Pending:
     """Requests that were sent; :meth:`get` returns them in the order in which they end.
 
-    Requests with a result after :meth:`close` are counted as late.
+    Requests whose results come after :meth:`close` are counted as late.
     """
 
     def __init__(self, limited: bool) -> None:
@@ -127,11 +127,12 @@ class Pending:
         self._places: list[Place] = []
 
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
-        """Send ``request`` immediately or, if its pool is full, as soon as there is room; :meth:`get` returns
-        ``index``.
+        """Send ``request`` immediately or, if its pool is full, as soon as there is room.
+
+        :meth:`get` will return its outcome together with ``index``.
 
         Raises:
-            Exception: any exception of the pool.
+            Exception: the pool refused the request with this exception.
         """
         pool = request.to.pool
 
@@ -168,9 +169,9 @@ class Pending:
         tell(future, ended)
 
     def run_inline(self, deadline: float | None) -> None:
-        """Run the requests in this thread if this thread runs a batch, because no other worker may be free.
+        """Run the requests in this thread if it is running a batch, since it may be that no other worker is free.
 
-        Waiting for a future in such a thread runs the future's request.
+        This is done by waiting for their futures: in such a thread, the wait runs the request itself.
         """
         for future in self._futures if self._run_inline else ():
             with suppress(TimeoutError, CancelledError):
@@ -193,13 +194,13 @@ class Pending:
 def ask(
     mixture: str, rules: Rules, requests: Sequence[ExpertRequest], needed_T: Tensor, *, backward: bool = False
 ) -> tuple[Answers, Tensor]:
-    """Send all ``requests``, each to another backend, and wait until the rows have the answers that they need.
+    """Send all ``requests``, each to a different backend, and wait until the rows have the answers that they need.
 
     Returns:
         The answers, and a (T,) mask on the CPU of the rows that got fewer answers than ``needed_T`` says.
 
     Raises:
-        TooFewAnswersError: there are such rows, and ``rules.raises`` is true.
+        TooFewAnswersError: rows got too few answers, and ``rules.raises`` is true.
         ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
             backend. In this case, and if the wait is interrupted, no request is left pending.
     """
@@ -218,7 +219,7 @@ def ask(
             except Exception as error:  # the pool refuses the request: it is full or closed, or its server is gone
                 del sent[index]
                 request.to.count("failed")
-                answers.fail(index, error.with_traceback(None))  # the traceback holds this frame, with all tensors
+                answers.fail(index, error.with_traceback(None))  # the traceback would keep this frame, with all tensors
         pending.run_inline(deadline)
         _collect(answers, pending, sent, needed_T, deadline, rules)
     finally:
@@ -294,5 +295,5 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
     try:
         why = ended.exception()
     except CancelledError as error:  # cancelled by its runtime
-        return error, ()  # not kept in a variable, since its traceback would hold the future
+        return error, ()  # not assigned to `why`: its traceback would keep this frame, and so the future
     return why, () if why is not None else tuple(ended.result())

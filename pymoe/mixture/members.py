@@ -52,7 +52,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._timeouts = 0  # consecutive
+        self._timeouts = 0  # number of consecutive timeouts
         self._last = 0.0  # time of the latest timeout
 
     def answered(self) -> None:
@@ -67,7 +67,7 @@ class Backoff:
             self._last = time.monotonic()
 
     def seconds_left(self, after: int, first_span: float) -> float:
-        """Return the seconds for which the backend must get no requests; see :func:`members_to_ask`.
+        """Return for how many more seconds the backend must get no requests; see :func:`members_to_ask`.
 
         Args:
             after: the number of consecutive timeouts that starts the backoff.
@@ -97,7 +97,7 @@ class Member:
         return BackendStats(self.name, self.slot, self.forward.stats(), self.backward.stats())
 
     def moved_to(self, slot: int) -> Member:
-        """Return the same member, with its counts, in another slot."""
+        """Return a copy of the member in another slot; both share the counts and the backoff."""
         made = copy.copy(self)
         made.slot = slot
         return made
@@ -171,7 +171,10 @@ class Slots:
         return slot
 
     def add(self, backend: Backend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
-        """Give ``backend`` the given or first free slot, after ``prepare(slot)``; raises as :meth:`_free_slot`."""
+        """Add ``backend`` in ``slot`` (None: in the first free one), after a call of ``prepare(slot)``.
+
+        Return the new member. Raises the errors of :meth:`_free_slot`.
+        """
         with self._lock:  # also held during prepare(): the slot must stay free until the backend is in it
             slot = self._free_slot(slot, backend.name)
             if prepare is not None:
@@ -199,7 +202,11 @@ class Slots:
     def arrange(self, names: Mapping[str, int]) -> None:
         """Move the members named in ``names`` to the slots given there.
 
-        Other members stay in their slots, or move to free slots if theirs are taken.
+        Other members stay in their slots, or move to free slots if theirs are taken. Slots that do not exist here are
+        ignored.
+
+        Raises:
+            ValueError: two of the members would get the same slot.
         """
         with self._lock:
             wanted = {name: slot for name, slot in names.items() if 0 <= slot < self.count}

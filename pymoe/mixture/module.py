@@ -48,19 +48,19 @@ class MixtureOfExpertBackends(nn.Module):
     its expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
 
     **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
-    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile rows choose among
-    the other backends, as long as there are ``k_min``; otherwise among all. A result or an error in time ends the
+    if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile, rows choose
+    among the other backends; if these are fewer than ``k_min``, among all. A result or an error in time ends the
     backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way,
     immediately, and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
-    backends with which they began. The gate's parameters stay the same objects, so an optimizer that holds them
-    continues to work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` holds
-    the gate, and the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
+    backends with which they began. The gate's parameters stay the same objects, so an optimizer of them continues to
+    work; its state for a column (momentum) stays when another backend takes the slot. ``state_dict`` has the gate, and
+    the slots of the backends by name; ``load_state_dict`` moves the backends to these slots.
 
-    An expert may be, or contain, such a mixture itself. Inside a batch, where no worker may be free, a call runs its
-    requests in its own thread, and ``timeout_after_k_min`` has no effect.
+    An expert may itself be such a mixture, or contain one. Inside a batch, a call runs its requests in its own thread,
+    since it may be that no worker is free, and ``timeout_after_k_min`` has no effect.
 
     There are no second derivatives through the experts. ``torch.compile`` does not compile a mixture (graph break).
     Under gradient checkpointing every request is sent twice, and the second time other experts may give the answers.
@@ -68,9 +68,9 @@ class MixtureOfExpertBackends(nn.Module):
     ``eval()`` affect only the auxiliary losses.
 
     Args:
-        backends: with distinct names and equal schemas, of this process (:class:`~pymoe.runtime.ExpertBackend`) or of
-            others (:func:`pymoe.remote.connect`). All outputs must be tensors of float32, float64, bfloat16 or
-            float16; tensors among the inputs may have any dtype.
+        backends: at least one, with distinct names and equal schemas, of this process
+            (:class:`~pymoe.runtime.ExpertBackend`) or of others (:func:`pymoe.remote.connect`). All outputs must be
+            tensors of float32, float64, bfloat16 or float16; tensors among the inputs may have any dtype.
         top_k: K, the number of backends to which a row is sent; all if there are fewer.
         gate: called with the first tensor (rows, ...), returns logits (rows, max_experts), where minus infinity is
             never chosen. None makes a linear layer. If the gate has a method ``reset_slot(slot)``, it is called when a
@@ -85,12 +85,12 @@ class MixtureOfExpertBackends(nn.Module):
         rest: seconds of the first backoff.
         detect_anomalies: treat answers and gradients with NaN or infinity as missing, and raise ValueError for such
             values among the inputs, the gate's logits (minus infinity is allowed), or the gradients that reach the
-            mixture. Without it, they pass.
+            mixture. If false, nothing is checked.
         on_too_few: for rows with too few answers, ``"raise"`` :class:`TooFewAnswersError` (in both passes), or use the
             ``"fallback"`` (missing gradients are zero in the backward pass).
         fallback: ``"zeros"``; ``"input"``, the row of the first tensor, for experts that return what they take; or a
-            callable that gets the arguments of only these rows and returns what the experts would (a module is
-            trained).
+            callable that gets the arguments of only these rows and returns what the experts would return (gradients
+            reach the parameters of a module).
         aux_loss_coef, z_loss_coef: as in :class:`pymoe.nn.MoE`; the losses of a call are computed over the logits of
             the backends that rows could choose.
 
@@ -178,14 +178,14 @@ class MixtureOfExpertBackends(nn.Module):
         return self._slots.names()
 
     def add_backend(self, backend: Backend, slot: int | None = None) -> int:
-        """Let rows choose ``backend`` from now on, and reset its column of the gate if the gate has ``reset_slot``.
+        """Add ``backend``, so that rows may choose it, and reset its column of the gate if the gate has ``reset_slot``.
 
         Args:
             backend: the new backend.
             slot: where to put it; None: the first free slot.
 
         Returns:
-            Its slot.
+            The slot that ``backend`` got.
 
         Raises:
             TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` not an int.
@@ -203,7 +203,7 @@ class MixtureOfExpertBackends(nn.Module):
         return self._slots.remove(backend).backend
 
     def replace_backend(self, old: str | Backend, new: Backend, *, keep_gate: bool = True) -> int:
-        """Let ``new`` take the slot of ``old``, and return the slot.
+        """Replace the backend ``old`` with ``new``, in the same slot, and return the slot.
 
         Args:
             old: the backend, or its name.
@@ -213,6 +213,7 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             KeyError: the mixture has no backend ``old``.
+            TypeError: ``new`` is not a :class:`~pymoe.runtime.Backend`.
             ValueError: the name is taken, or the schemas differ from the others'.
         """
         check_schemas(new, self._schemas)

@@ -20,7 +20,7 @@ Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 class Rules(NamedTuple):
-    """The arguments of MixtureOfExpertBackends that rule waiting and failures, under the same names."""
+    """The arguments of MixtureOfExpertBackends that govern waiting and failures, under the same names."""
 
     k_min: int
     backward_k_min: int
@@ -35,7 +35,7 @@ class Rules(NamedTuple):
 
 
 def check_mixture(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
-    """Return the number of slots; raise TypeError or ValueError for an option of the wrong kind or value."""
+    """Check the options, and return the number of slots; raise TypeError or ValueError for an invalid option."""
     if not backends:
         raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
     if max_experts is None:
@@ -105,11 +105,19 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return the flat ``outputs``, in which the fallback's rows replace the rows that the mask ``few_T`` marks.
+    """Return ``outputs`` with the rows that the mask ``few_T`` marks replaced by the fallback's.
 
-    These rows hold zeros before. ``fallback`` must not be ``"zeros"``.
+    Args:
+        fallback: ``"input"`` or a callable, not ``"zeros"``.
+        outputs: the flat outputs of the mixture.
+        inputs: the tensors among ``arguments``.
+        arguments: the call's (args, kwargs).
+        outputs_schema: the structure that a callable must return.
+        output_protos: the description of each of ``outputs``.
+        few_T: (T,) bool, on the CPU.
 
-    ``inputs`` are the tensors of ``arguments``, the call's (args, kwargs). ``few_T`` is on the CPU.
+    Raises:
+        TypeError, ValueError: the callable returns another structure, other tensors or another number of rows.
     """
     rows = few_T.nonzero().flatten().to(inputs[0].device)
     if fallback == "input":

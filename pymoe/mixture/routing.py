@@ -1,4 +1,4 @@
-"""Chooses the backends of each row by the gate's logits, and sums the backends' answers to one output per row.
+"""Chooses the backends of each row by the gate's logits, and sums the backends' answers into one output per row.
 
 T rows, L backends, K choices per row, S = T * K gathered rows. A backend whose logit is minus infinity is not chosen,
 so a row may have fewer than K backends.
@@ -43,7 +43,7 @@ class SlotGate(nn.Linear):
 
 
 class Group(NamedTuple):
-    """The gathered rows ``begin`` to ``end``, which are sent to ``member``; they are copies of the rows ``tokens``."""
+    """The gathered rows ``begin`` to ``end``, for ``member``: copies of the input's rows with indices ``tokens``."""
 
     member: Member
     begin: int
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
     chosen_TK: Tensor
     """Logits of the chosen members, best first; differentiable."""
     routing: Routing
-    """Routing from rows to gathered rows. Choices that are not made come after all groups."""
+    """Routing from rows to gathered rows. Choices with a logit of minus infinity follow all groups and are not sent."""
     load: Tensor
     """(L,) int32: the number of rows that chose each member."""
     groups: tuple[Group, ...]
@@ -99,7 +99,9 @@ def gather_rows(x: Tensor, routing: Routing) -> Tensor:
 
 
 def weigh(chosen_TK: Tensor, came_TK: Tensor) -> Tensor:
-    """Return (T, K) weights: the softmax over a row's choices with an answer (a mask), 0 for the others.
+    """Return (T, K) weights: the softmax over those of a row's choices that have an answer, and 0 for the others.
+
+    ``came_TK`` is the mask of the choices that have an answer.
 
     A row without any answer gets equal weights for its K missing answers, which are zeros, and its logits get no
     gradient.

@@ -26,7 +26,7 @@ class PassStats(NamedTuple):
     rows: int
     """Number of rows in all requests."""
     answered: int
-    """Number of answers that came in time and were used."""
+    """Number of answers that came in time and were accepted."""
     failed: int
     """Number of exceptions of the expert, cancellations by its runtime, and requests that its pool refused."""
     anomalous: int

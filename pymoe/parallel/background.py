@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
     """A ``concurrent.futures.Future`` that runs its function on the waiting thread if no worker has started it.
 
-    So functions may wait for functions even if there are few workers. A thread that waits with a timeout does not run
-    the function, since it may take longer than the timeout.
+    So such functions may wait for each other's results even if there are few workers. A thread that waits with a
+    timeout does not run the function, which may take longer than the timeout.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -45,7 +45,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         try:
             return super().result(timeout)
         finally:
-            del self  # otherwise the error's frames would keep the future, which keeps the error
+            del self  # avoids a cycle: the error's frames would keep the future alive, which keeps the error alive
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as :meth:`result` does, and return the exception that the function raised, or None."""
@@ -64,7 +64,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
             result = function()
         except BaseException as error:
             self.set_exception(error)
-            del self  # otherwise the error's frames would keep the future, which keeps the error
+            del self  # avoids a cycle: the error's frames would keep the future alive, which keeps the error alive
         else:
             self.set_result(result)
 
@@ -79,8 +79,9 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     seed and on how many numbers were drawn before, not on the threads.
 
     Returns:
-        A ``concurrent.futures.Future``, for ``concurrent.futures.wait`` and ``as_completed``, too. ``result()`` without
-        a timeout runs the function itself if no worker has started it, so that functions may wait for functions.
+        A ``concurrent.futures.Future``, which ``concurrent.futures.wait`` and ``as_completed`` accept, too.
+        ``result()`` without a timeout runs the function itself if no worker has started it, so that functions may wait
+        for each other's results.
 
     Raises:
         TypeError: ``func`` is not callable.

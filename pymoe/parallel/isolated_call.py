@@ -47,7 +47,7 @@ class IsolatedContext(EmulatedAutogradContext):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return what an ``autograd.Function`` gave to ``ctx.save_for_backward``; empty once the graph is freed."""
+        """Return the tensors that an ``autograd.Function`` saved with ``save_for_backward``; () once they are freed."""
         roots = () if self._call is None else self._call.roots
         nodes: list[Any] = [root.node for root in roots if isinstance(root.node, FunctionBase)]
         return nodes[0].saved_tensors if nodes else ()
@@ -77,11 +77,12 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
             the gradients of the tensors that require them.
 
     Returns:
-        The context for :func:`run_isolated_backward`, and a tuple of outputs: if ``func`` returns a tuple or list, its
-        items, otherwise its result as the only item. Outputs have no history and require no gradients.
+        The context for :func:`run_isolated_backward`, and a tuple of outputs: the items of a tuple or list that
+        ``func`` returns, or any other result as the only item. Outputs have no history and require no gradients.
 
     Raises:
         TypeError: ``func`` is not callable. Exceptions of ``func`` propagate.
+        RuntimeError: the call has modified an argument in place that shares memory with another argument.
     """
     graphs = graphs_are_made()
     (call,) = isolate(as_function(func), [args], graphs, share=False)
@@ -100,7 +101,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 def run_isolated_backward(
     context: IsolatedContext | Callable[..., Any], *grad_outputs: Any, retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward pass of a call of :func:`run_isolated_forward` on this thread; accumulate nothing.
+    """Run the backward pass of a call of :func:`run_isolated_forward` on this thread, without accumulating gradients.
 
     Args:
         context: the context of the call. The function may precede it, ``run_isolated_backward(func, context,
@@ -110,14 +111,14 @@ def run_isolated_backward(
         retain_graph: keep the graph for another backward pass.
 
     Returns:
-        A gradient for every argument; None for one that is not a tensor, requires no gradient or has no influence. The
-        gradients of ``context.leaves`` are stored in ``context.leaf_gradients``.
+        A gradient for every argument; None for an argument that is not a tensor, requires no gradient or does not
+        influence the outputs. The gradients of ``context.leaves`` are stored in ``context.leaf_gradients``.
 
     Raises:
         TypeError: ``context`` is not an :class:`IsolatedContext`.
         ValueError: the gradients differ from the outputs in number or in a shape.
-        RuntimeError: this is a second backward pass and the first one had no ``retain_graph``, or a saved tensor was
-            modified.
+        RuntimeError: this is a second backward pass and the first one was run without ``retain_graph``, or a saved
+            tensor was modified.
     """
     if grad_outputs and isinstance(grad_outputs[0], IsolatedContext) and callable(context):
         context, *grad_outputs = grad_outputs  # type: ignore[assignment]

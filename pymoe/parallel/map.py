@@ -43,9 +43,10 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """Run ``func(*args)`` concurrently for every ``args`` in ``args_per_call``, and later the backward passes, too.
 
-    The result is the same as of ``tuple(func(*args) for args in args_per_call)``, in less time: PyTorch's engine runs
-    the backward passes of one device one after the other. Useful for calls that wait (for other machines, for I/O) or
-    that keep one core busy without the interpreter's lock; see :func:`set_parallel_workers` for the number of threads.
+    The result is the same as that of ``tuple(func(*args) for args in args_per_call)``, in less time: PyTorch's engine
+    would run the backward passes of one device one after the other. Useful for calls that wait (for other machines, for
+    I/O) or that keep one core busy without the interpreter's lock; see :func:`set_parallel_workers` for the number of
+    threads.
 
     Args:
         func: an ``autograd.Function`` class or its ``apply``, an ``nn.Module`` or any other callable.
@@ -54,24 +55,24 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
             and may share tensors.
 
     Returns:
-        For each call the tuple of its outputs: the items of a tuple or list that ``func`` returns, otherwise its result
+        For each call the tuple of its outputs: the items of a tuple or list that ``func`` returns, or any other result
         (a tensor, None, a dict) as the only item. ``()`` without calls.
 
     Guarantees:
 
-    - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters
-      of modules and tensors of closures. Everything that depends on one output waits for the backward passes of all
-      calls. Gradients are summed in call order, so results do not depend on the number of threads; nothing is
-      accumulated before all calls have succeeded. If a call uses a tensor with a history that is not one of its
-      arguments, the tensor is differentiated down to its leaves, once per such call, so it is better passed as an
-      argument. (After ``retain_grad()`` it must be: torch writes the retained gradient without a lock.) Tensors that
-      leave a call otherwise than as outputs (losses that a module keeps) keep their history, too. All of
-      ``autograd.Function`` works: ``save_for_backward`` with version checks, ``needs_input_grad``,
-      ``mark_non_differentiable``, ``mark_dirty``, ``set_materialize_grads``, ``setup_context``,
-      ``once_differentiable``. ``retain_graph=True`` works. Forward-mode derivatives pass through calls that need no
-      graph. These raise an error: forward-mode derivatives in calls that need a graph, differentiating twice, and
-      reentrant checkpointing, which needs ``backward`` while the map needs ``autograd.grad`` (``use_reentrant=False``
-      works, in calls and around the map). With gradients off there is no graph.
+    - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters of
+      modules and tensors of closures. Everything that depends on one output waits for the backward passes of all calls.
+      Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
+      before all calls have succeeded. If a call uses a tensor with a history that is not one of its arguments, the
+      tensor is differentiated down to its leaves, once per such call, so it is better passed as an argument. (After
+      ``retain_grad()`` it must be: torch writes the retained gradient without a lock.) Tensors that leave a call, but
+      not as outputs (losses that a module keeps), keep their history, too. All of ``autograd.Function`` works:
+      ``save_for_backward`` with version checks, ``needs_input_grad``, ``mark_non_differentiable``, ``mark_dirty``,
+      ``set_materialize_grads``, ``setup_context``, ``once_differentiable``. ``retain_graph=True`` works. Forward-mode
+      derivatives pass through calls that need no graph. These raise an error: forward-mode derivatives in calls that
+      need a graph, differentiating twice, and reentrant checkpointing, which needs ``backward`` while the map needs
+      ``autograd.grad`` (``use_reentrant=False`` works, in calls and around the map). With gradients off there is no
+      graph.
     - **State.** Calls run in the state of the calling thread: grad mode, inference mode, autocast, default device,
       function and dispatch modes, saved-tensor hooks, context variables, CUDA device and streams, profiler. Backward
       passes run in the state of the backward pass around them. Saved-tensor hooks are called on that thread, in call
@@ -135,7 +136,7 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
 
 
 class _MapCalls:
-    """The calls of a map, and which inputs and outputs of the map's node belong to which call."""
+    """The calls of a map, and the inputs and outputs of the map's node that each call has."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class _MapCalls:
         self.calls: list[IsolatedCall] | None = calls
         self.streams = streams
         self.like = like
-        self.saved = saved  # record what calls have saved; empty without hooks
+        self.saved = saved  # the tensors that each call has saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
         self.targets: list[list[int]] = []  # per call: index of the input for each of its gradients
         self.sources: list[list[int]] = []  # per call: index of the node's output for each of its roots

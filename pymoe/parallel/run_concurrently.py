@@ -25,10 +25,10 @@ from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 # the interpreter's lock. (Pipes decide for each run, since their actions wait for each other:
 # pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
-# The same limit for functions whose calls were all short in the last run. It is longer, because a worker wakes after
-# the limit to check the progress, which costs more than short calls. If such calls turn out to be long, the workers
-# start later by this time, in at most two runs: after the first long run the function is still trusted, as it may be
-# chance.
+# The same limit for trusted functions, whose calls were all short in the last run. It is longer, because a worker wakes
+# after the limit to check the progress, which costs more than short calls. If calls of a trusted function turn out to
+# be long, the workers start this much later, in at most two runs: the function stays trusted after its first long run,
+# which may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
@@ -38,18 +38,27 @@ _trusted: dict[tuple[str, int], bool] = {}  # by name and likeness(): whether th
 def run_concurrently(
     name: str, function: Callable[[int], None], streams: Sequence[RandomStream], like: int = 0, inline: bool = False
 ) -> list[SavedTensors]:
-    """Call ``function(i)`` for every ``i``, each in the state of this thread, drawing from ``streams[i]``.
+    """Call ``function(i)`` for the index ``i`` of every stream, in this thread's state, with numbers from that stream.
 
-    Return when all calls have ended. This thread makes calls, too, so a call may itself use this function even if there
+    Wait until all calls have ended. This thread makes calls, too, so a call may itself use this function even if there
     are few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
-    selective checkpointing identifies results of operators by the order in which its modes get them.
-
-    The ``name`` is for errors and profiles. ``like`` is equal for runs of the same name whose calls probably take
-    equally long (:func:`likeness`), or 0. With ``inline`` all calls run on this thread, one after the other. Return for
-    each call the tensors that it saved, packed by this thread's hooks on saved tensors; without hooks, an empty list.
-
-    The exception of the first call that failed, by its number, is raised, with notes on the others. On Ctrl-C, calls
+    selective checkpointing identifies results of operators by the order in which its modes get them. On Ctrl-C, calls
     that have not started are dropped and running calls are waited for.
+
+    Args:
+        name: the name of the run in errors and profiles.
+        function: the function to call.
+        streams: one random stream for each call.
+        like: the same number for runs of the same name whose calls probably take equally long (:func:`likeness`); 0 if
+            nothing is known about them.
+        inline: make all calls on this thread, one after the other.
+
+    Returns:
+        For each call the tensors that it saved, packed by this thread's hooks on saved tensors; an empty list without
+        such hooks.
+
+    Raises:
+        BaseException: the exception of the failed call with the smallest index, with notes on the others.
     """
     before, state = known.state, current()
     if profiler_enabled():
@@ -68,7 +77,7 @@ def run_concurrently(
     finally:
         known.state = before
         run.function = _nothing  # free the function now, since a worker may still have a reference to the run
-        run.errors.clear()  # breaks a cycle: the errors' tracebacks hold frames, which hold the errors
+        run.errors.clear()  # breaks a cycle: the errors' tracebacks refer to frames, which refer to the errors
         restore()
 
 
@@ -97,16 +106,16 @@ def _remember(kind: tuple[str, int], short: bool) -> None:
 
 
 def likeness(func: Any) -> int:
-    """Return a number that is equal for the same function; if another one has the same, only speed may suffer."""
+    """Return a number that identifies ``func``. If two functions happen to share a number, only speed may suffer."""
     owner = getattr(func, "__self__", None)
-    # Each access to ``apply`` of an autograd.Function makes a new object: a method, or C code from torch 2.15 on.
+    # Each access to ``apply`` of an autograd.Function makes a new object: a method or, from torch 2.15 on, a builtin.
     if isinstance(func, types.MethodType) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
         func = owner
     return id(getattr(func, "__code__", func))
 
 
 class _Run:
-    """The calls of one call of :func:`run_concurrently`, with their contexts, random streams and errors."""
+    """The calls that one :func:`run_concurrently` makes, with their contexts, random streams and errors."""
 
     __slots__ = ("contexts", "errors", "function", "helped", "saved", "state", "states", "streams")
 
@@ -116,7 +125,7 @@ class _Run:
         self.streams = streams
         self.contexts = [contextvars.copy_context() for _ in streams]
         self.errors: list[BaseException | None] = [None] * len(streams)
-        self.helped = False  # a worker has helped
+        self.helped = False  # true once a worker has made a call
         hooks = state.saved_tensor_hooks
         self.saved = [] if hooks is None else [SavedTensors(hooks) for _ in streams]
         self.states = [state._replace(saved_tensor_hooks=of_call.hooks) for of_call in self.saved]
@@ -124,7 +133,7 @@ class _Run:
     def call(self, number: int) -> None:
         if known.state is not self.state:
             self.helped = True
-            if known.state is None:  # the first call of this worker; only calls change its state
+            if known.state is None:  # the first call of this worker, whose state only calls can change
                 known.state = current()
         state = self.states[number] if self.states else self.state
         try:

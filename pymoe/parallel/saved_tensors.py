@@ -1,16 +1,16 @@
-"""Saved-tensor hooks of the caller, called in the order of the calls and on the caller's thread.
+"""Calls the caller's saved-tensor hooks in the order of the calls and on the caller's thread.
 
 Hooks may depend on that order: ``torch.utils.checkpoint`` identifies tensors by the order in which they were saved, in
 forward and when it runs its block again. Calls that run at the same time save in any order. Each call therefore records
 what it saves (:class:`SavedTensors`). When all calls have ended, the caller's hooks pack everything, call by call, on
-the caller's thread. Before the calls' backward passes begin, the backward pass of the map's node lets the caller's
-hooks unpack everything again, in the same order: a checkpoint around a map runs its block once more, not once per call.
+the caller's thread. Before the calls' backward passes begin, the backward pass of the map's node has the caller's hooks
+unpack everything again, in the same order: a checkpoint around a map runs its block once more, not once per call.
 
 This has two consequences. The saved tensors are in memory until all calls have ended, and again while their backward
 passes run. And a tensor that is modified in place after it was saved and before it is packed is lost: a gradient that
 needs it raises autograd's error, as without hooks.
 
-A call may save under hooks of its own (for a checkpoint within the call): those are called as usual.
+A call may save tensors under its own hooks (for a checkpoint within the call): those are called as usual.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """The tensors that one call saves under hooks of its caller."""
+    """The tensors that a call saves under its caller's hooks."""
 
     __slots__ = ("_handed_over", "_saved", "around", "hooks")
 
@@ -95,7 +95,7 @@ class SavedTensors:
         self._handed_over = [weakref.ref(saved) for saved in recorded]
 
     def fetch(self) -> None:
-        """Let the caller's hooks unpack the tensors that the graph still has, and keep them until :meth:`release`."""
+        """Unpack the tensors that the graph still needs, with the caller's hooks; keep them until :meth:`release`."""
         for saved in self._alive():
             saved.fetch()
 
@@ -108,14 +108,14 @@ class SavedTensors:
 
 
 def hand_over_all(saved: Sequence[SavedTensors]) -> None:
-    """Let the caller's hooks pack the tensors that calls have saved, after all calls and on the calling thread."""
+    """Pack all tensors that the calls have saved, with the caller's hooks, on the calling thread, after all calls."""
     with torch.no_grad():  # autograd calls hooks in this mode
         for of_call in saved:
             of_call.hand_over()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or record tensors for them within a call."""
+    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or of a call that records tensors for them."""
     while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
         hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -21,8 +21,8 @@ from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
 MAX_THREADS = 512  # including waiting ones; each costs some tens of KiB
-WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # maximum time for which the exiting interpreter waits for maps of daemon threads
-END_IDLE_THREAD_AFTER_S = 5.0  # time without work after which a thread ends that was added because calls waited
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # the exiting interpreter waits at most this long for maps of daemon threads
+END_IDLE_THREAD_AFTER_S = 5.0  # a thread that was added because calls waited ends after this time without work
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -34,7 +34,7 @@ _exiting = False
 def get_parallel_workers() -> int:
     """Return the number of threads that run calls of maps and background calls; see :func:`set_parallel_workers`.
 
-    The default is the number of processors, not counting threads that wait.
+    The default is the number of processors. Threads that were added because calls wait are not counted.
     """
     return _count or os.cpu_count() or 1
 
@@ -42,13 +42,13 @@ def get_parallel_workers() -> int:
 def set_parallel_workers(count: int | None) -> None:
     """Set how many threads run calls of maps and background calls in this process.
 
-    The first call that needs the threads starts them, and starts new ones after their number has changed; calls on the
-    old threads run to their end.
+    The first call that needs the threads starts them. After a change of their number, the next call starts new ones,
+    and calls on the old threads run to their end.
 
     Args:
-        count: exactly this many threads, at least 1. None, the default: one per processor, and up to some hundreds more
-            to replace threads whose calls wait (for other machines, for each other). A thread counts as waiting if it
-            uses no processor time for some milliseconds; added threads end after some seconds without work.
+        count: exactly this many threads, at least 1. None, the default: one per processor, and up to hundreds more to
+            replace threads whose calls wait (for other machines, for each other). A thread counts as waiting if it uses
+            no processor time for some milliseconds; added threads end after some seconds without work.
 
     Raises:
         ValueError: ``count`` is less than 1.
@@ -64,7 +64,7 @@ def set_parallel_workers(count: int | None) -> None:
 
 @contextmanager
 def parallel_workers(count: int | None) -> Iterator[None]:
-    """Return a context manager in which ``set_parallel_workers(count)`` applies to the whole process."""
+    """Return a context manager that sets the number of workers to ``count``, and finally restores the previous one."""
     before = _count
     set_parallel_workers(count)
     try:
@@ -74,7 +74,7 @@ def parallel_workers(count: int | None) -> Iterator[None]:
 
 
 def shared_pool() -> WorkerPool:
-    """Return the process's pool of workers, and start its threads if they do not run.
+    """Return the process's pool of workers; create it first if there is none.
 
     Raises:
         RuntimeError: the interpreter is exiting.
@@ -92,7 +92,7 @@ def shared_pool() -> WorkerPool:
 
 
 class Visit:
-    """A context in which a thread runs a map; the exiting interpreter waits for the end of it, see :func:`_leave`."""
+    """A context in which a thread runs a map; the exiting interpreter waits for its end, see :func:`_leave`."""
 
     __slots__ = ()
 
@@ -106,7 +106,7 @@ class Visit:
 
 
 def end_thread_at_exit() -> None:
-    """End this thread silently if the interpreter exits; at that time all threads except the main one are daemons.
+    """End this thread silently if the interpreter is exiting: by then, all threads except the main one are daemons.
 
     Raises:
         SystemExit: to end the thread. Nothing is raised on the main thread, whose exit handlers may still make calls.
@@ -132,7 +132,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """Drop the pool and the lock in the child of a fork, which has no other threads: one may have held the lock."""
+    """Drop the pool and the lock in the child of a fork: other threads, which may have held it, do not exist there."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -1,8 +1,8 @@
-"""A channel of gRPC to a server: watches the server, reads its description, and keeps streams for requests.
+"""A gRPC channel to a server: watches the server, reads its description, and keeps streams for requests.
 
 Beginning and ending a gRPC call costs more than carrying a short request: headers, a deadline, a handler and a status
 are made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time.
-Each stream carries one request at a time, and its messages hold the deadline and the reason for a missing answer. If a
+Each stream carries one request at a time, and its messages state the deadline and the reason for a missing answer. If a
 request is given up, its stream is cancelled, which tells the server as much as the end of a call would.
 """
 
@@ -57,7 +57,7 @@ _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
 class Channel:
-    """A channel of gRPC, and the state that all requests over it share. Thread-safe.
+    """A gRPC channel, and the state that all requests over it share. Thread-safe.
 
     The arguments, and the errors that they raise, are those of :func:`pymoe.remote.connect`.
 
@@ -65,11 +65,11 @@ class Channel:
         address: the server's address.
         client: the name by which the server knows this channel, and under which backward requests are numbered.
         metadata: the metadata of every call.
-        methods: the service's methods by name, as callables of gRPC.
-        long_methods: the same for messages with frames.
+        methods: the service's methods by name, as gRPC's callables.
+        long_methods: the same for requests with frames (:mod:`pymoe.remote.wire`).
         streams: the streams of requests for which a thread waits.
         counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
-        reachable: false from the moment that the channel knows that the server is gone until it is back.
+        reachable: false while the server is known to be gone.
         closed: true after :meth:`close`.
     """
 
@@ -109,7 +109,7 @@ class Channel:
         self.streams = Streams(self._channel.stream_stream(f"/{wire.SERVICE}/Exchange"))
         self._health = self._channel.unary_unary(wire.HEALTH)
 
-    # --- whether the server is there ---
+    # --- reachability of the server ---
 
     @property
     def why_not_reachable(self) -> str:
@@ -123,11 +123,11 @@ class Channel:
     def watch(self) -> None:
         """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
 
-        A health check waits until the server is there; then another call stays open, and ends when the connection
-        breaks or the server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
+        A health check waits until the server answers; then a second call stays open until the connection breaks or the
+        server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
         """
-        # The server may have gone since its last answer. Then a call that waits for it would only end when it is back,
-        # so the check waits only if the server is known to be gone.
+        # If the server has gone since its last answer, a check that waits for it would end only when it is back. So the
+        # check waits only if the server is known to be gone.
         self._start(self._health, self._health_known, wait_for_ready=not self.reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
@@ -159,12 +159,15 @@ class Channel:
     def _watch_after(self, seconds: float) -> None:
         try:
             call_later(seconds, self.watch)
-        except RuntimeError:  # no thread can be started: requests find out, and the next one watches again
+        except RuntimeError:  # no thread can be started: the next request will start to watch again
             self._set_reachable(True)
             self._unwatched = True
 
     def check_usable(self) -> None:
-        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`."""
+        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`.
+
+        If watching the server had failed, start it again.
+        """
         if os.getpid() != self._process:
             raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
         if self.closed:
@@ -187,10 +190,10 @@ class Channel:
             timeout: seconds; None: the timeout of the connection.
 
         Raises:
-            ServerLost: it cannot be reached; the message has gRPC's reason.
-            PermissionError: it expects another token.
-            ProtocolError: it is not an ExpertServer, or one of another version.
-            TimeoutError: it does not answer.
+            ServerLost: the server cannot be reached; the message has gRPC's reason.
+            PermissionError: the server expects another token.
+            ProtocolError: the server is not an ExpertServer, or is one of another version.
+            TimeoutError: the server does not answer.
         """
         return self._ask("Info", timeout)
 
@@ -224,10 +227,10 @@ class Channel:
     def close(self) -> bool:
         """End current requests with :class:`~pymoe.remote.ServerLost`, and disconnect.
 
-        In a fork the parent's connection stays as it is.
+        In a fork, do nothing: the connection is the parent's.
 
         Returns:
-            False if the channel was closed before.
+            False if the channel was closed before, or in a fork.
         """
         with self._lock:
             if self.closed or os.getpid() != self._process:
@@ -239,7 +242,7 @@ class Channel:
 
 
 class Ended(grpc.RpcError):
-    """A request on a stream ended without an answer; the methods are those of a failed gRPC call."""
+    """Raised if a request on a stream ended without an answer; its methods are those of a failed gRPC call."""
 
     def __init__(self, code: StatusCode, details: str, kind: str = "") -> None:
         super().__init__(details)
@@ -254,12 +257,12 @@ class Ended(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the name of the exception, as in the metadata of a call."""
+        """Return metadata like those of a failed call, with the name of the exception; () if it has none."""
         return ((KIND_KEY, self._kind),) if self._kind else ()
 
 
 class NoStream(Exception):
-    """The server opens no further stream, or has refused one recently. No part of the request has reached it."""
+    """Raised if the server opens no further stream, or has refused one recently. The request has not reached it."""
 
 
 class RequestStream:
@@ -269,7 +272,7 @@ class RequestStream:
         metadata: the metadata with which it was opened.
         used: true once it has carried a reply.
         overdue: true once it was cancelled because its time was over.
-        timer: cancels it when its request is overdue, or when it has been idle for too long.
+        timer: cancels the stream when its request is overdue, or when the stream has been idle for too long.
     """
 
     def __init__(self, method: Any, metadata: Any) -> None:
@@ -282,7 +285,7 @@ class RequestStream:
         self.open: Callable[[], bool] = self._call.running
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield what gRPC sends: each message, followed by its frames."""
+        """Yield the bytes for gRPC to send: each message, followed by its frames."""
         while (message := self._messages.get()) is not None:
             head, tail = message
             yield head
@@ -293,8 +296,8 @@ class RequestStream:
         """Send a request, wait, and return the reply with the frames that followed it.
 
         Raises:
-            Ended: the server gives a reason why there is no answer. The stream stays open unless the request has
-                frames, which the server may not have read.
+            Ended: the server has replied with the reason why there is no answer. The stream stays open unless the
+                request has frames, which the server may not have read.
             NoStream: the server opens no further stream.
             grpc.RpcError: the stream has ended.
             WireError: the answer is malformed.
@@ -332,7 +335,7 @@ class Streams:
     """The streams of a channel. Thread-safe.
 
     Args:
-        method: opens a stream: a callable of gRPC.
+        method: gRPC's callable that opens a stream.
     """
 
     def __init__(self, method: Any) -> None:
@@ -348,8 +351,8 @@ class Streams:
 
         Raises:
             Ended: there was no answer within ``seconds``.
-            NoStream: no stream is idle, and the server opens no further one, or has refused one in the last
-            :data:`REFUSED_S`.
+            NoStream: no stream is idle, and the server opens no further one, or has refused one within the last
+                :data:`REFUSED_S` seconds.
         """
         stream = self._take(seconds, metadata)
         try:
@@ -379,7 +382,7 @@ class Streams:
                     if not self._idle:
                         break
                     stream = self._idle.pop()
-                # The reset fails if the stream's idle time is over: it is being cancelled.
+                # reset() returns False if the stream's idle time is over: the stream is being cancelled.
                 if stream.timer.reset(seconds) and stream.metadata is metadata and stream.open():
                     return stream
                 stream.cancel()

@@ -1,4 +1,4 @@
-"""Checkpoints of served experts: decides when to save them, and writes, reads and exactly loads them.
+"""Checkpoints of served experts: writes and reads their files, and restores exactly the state that was saved.
 
 A checkpoint is one file, written completely or not at all, with an expert's state and the keys of the requests that the
 state contains. It is in the safetensors format: the tensors of the expert and its optimizer, and one more tensor whose
@@ -46,8 +46,8 @@ KEPT = 2
 CONTENT = "content"
 """Name of the tensor whose bytes are the JSON. Metadata are limited to 100 MB, and the keys may be longer."""
 MAX_FOLDER_NAME = 200
-"""Maximum length of a quoted name. Longer names are shortened, because file systems accept no more than 255
-characters.
+"""Maximum length of an expert's quoted name in the name of a folder. Longer names are shortened, because file systems
+accept no more than 255 characters.
 """
 SUFFIX = ".safetensors"
 
@@ -68,7 +68,7 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state for JSON, and copies of its tensors by the names that represent them there.
+        """Return the state as a tree for JSON, and copies of its tensors by the names that represent them in the tree.
 
         Raises the same as :func:`write_checkpoint`.
         """
@@ -102,8 +102,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
     Raises:
         OSError: the disk is full, or the folder is not writable; the earlier checkpoints are unchanged.
-        TypeError: the state holds something that is neither a dense tensor nor representable in JSON, or has a dtype
-            that safetensors does not have; the message says where.
+        TypeError: the state contains something that is neither a dense tensor nor representable in JSON, or a tensor of
+            a dtype that safetensors does not have; the message says where.
     """
     temporary = _written(folder, checkpoint)
     try:
@@ -119,7 +119,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Raise the same as :func:`write_checkpoint`, without changing the folder's checkpoints."""
+    """Test whether :func:`write_checkpoint` would succeed, without changing checkpoints; if not, raise its error."""
     _written(folder, checkpoint).unlink()
 
 
@@ -173,14 +173,14 @@ def _dense(leaf: Any, where: str) -> Tensor:
 
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{where} holds a {type(leaf).__name__}: expected tensors, numbers, text and None")
-    # A tensor subclass with its own dispatch (DTensor, MaskedTensor...) keeps its numbers somewhere else.
+    # A tensor subclass with its own dispatch (DTensor, MaskedTensor...) keeps its values elsewhere.
     own = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if own or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
         kind = type(leaf).__name__ if own else "nested" if leaf.is_nested else str(leaf.layout)
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, {kind}, on {leaf.device}: expected a dense one")
     try:
         dense = leaf.detach().to("cpu").clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        save({"": dense.flatten()[:0]})  # raises here, where the name is known, if safetensors does not have the dtype
+        save({"": dense.flatten()[:0]})  # raises here, where `where` is known, if safetensors lacks the dtype
     except Exception as error:
         reason = describe_error(error).partition("\n")[0]
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, which cannot be written ({reason})") from None
@@ -188,7 +188,7 @@ def _dense(leaf: Any, where: str) -> Tensor:
 
 
 def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise OSError unless the file holds ``tensors``."""
+    """Raise OSError unless the file contains ``tensors``."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -200,7 +200,9 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint, and log the damaged ones; return None if the folder has none.
+    """Delete unfinished files, and return the newest undamaged checkpoint; return None if there are no checkpoints.
+
+    Damaged checkpoints that are passed over are logged.
 
     Raises:
         ValueError: all checkpoints are damaged; a new start would replace them.
@@ -309,11 +311,11 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
-    """Load a state, and keep the types of the optimizer's state for each parameter.
+    """Load a state, without changing the types of the saved optimizer state.
 
-    torch's optimizers cast that state to the dtype of the parameter: masks and counters to float, complex numbers to
-    real ones, and float32 moments of bfloat16 parameters to fewer bits. That is right only if the expert itself has
-    other dtypes than the saved one.
+    torch's optimizers cast the state of each parameter to the parameter's dtype: masks and counters to float, complex
+    numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function keeps those casts only
+    if the expert itself has other dtypes than the saved one.
 
     Raises:
         ValueError: the state comes from an optimizer of another kind, with which the first update would fail.
@@ -331,7 +333,7 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
     if opt is None or saved is None or _dtypes(backend.state_dict(keep_vars=True)) != _dtypes(state):
         return
     if (type(opt).load_state_dict, type(opt).state_dict) != (Optimizer.load_state_dict, Optimizer.state_dict):
-        return  # an optimizer with its own methods may not cast, or may keep its state elsewhere
+        return  # overridden methods may not cast, or may keep the state elsewhere
     for number, loaded in opt.state_dict()["state"].items():  # the optimizer's own dicts, not copies
         for key, value in saved["state"].get(number, {}).items():
             loaded[key] = _as_saved(value, loaded.get(key))
@@ -342,7 +344,7 @@ def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Return ``loaded`` with the types of ``saved``, on the device of ``loaded``."""
+    """Return ``saved``, with its own types, on the device of ``loaded``."""
     if isinstance(saved, Tensor):
         if not isinstance(loaded, Tensor):
             return saved
@@ -360,7 +362,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """A lock on a folder, which is created if necessary. It ends with :meth:`release`, the object, or the process.
+    """A lock on a folder, which is created if necessary; held until :meth:`release` or the end of object or process.
 
     Of two servers with one folder, each would continue from a state without the other's updates. If the file system has
     no locks, like some network file systems, a warning is logged, and nothing keeps others out.
@@ -385,7 +387,7 @@ class FolderLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Let other servers use the folder."""
+        """Unlock the folder, so that other servers can use it."""
         self._release()
 
 
@@ -418,7 +420,7 @@ class ExpertCheckpoints:
         root: the folder of the server's checkpoints.
 
     Attributes:
-        answered: number of requests so far; it is counted, because a forward pass may change buffers without an update.
+        answered: number of requests so far, counted because a forward pass may change buffers without an update.
         cannot_save: the reason why the state cannot be saved, as found by the last attempt; None if it can.
     """
 
@@ -432,7 +434,7 @@ class ExpertCheckpoints:
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
-        # An older state must not be written after a newer one, even if nothing waits for it any more.
+        # Two locks, since a write continues if save() is cancelled: an older state must not follow a newer one.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
 
@@ -443,19 +445,19 @@ class ExpertCheckpoints:
 
     @property
     def outdated(self) -> bool:
-        """True if no checkpoint holds the latest update. Other changes are found by :meth:`save`."""
+        """True if no checkpoint contains the latest update. :meth:`save` detects other changes, too."""
         return self._saved_updates != self._backend.updates
 
     @property
     def may_be_outdated(self) -> bool:
-        """True if since the last checkpoint there was an update, or a request that may have changed buffers."""
+        """True if there has been an update since the last checkpoint, or a request that may have changed buffers."""
         changes = self.answered != self._answered_at_save and any(True for _ in self._backend.buffers())
         return self.outdated or changes
 
     # --- saving ---
 
     async def save(self) -> bool:
-        """Write a checkpoint, unless the newest one holds the present state; return whether one was written.
+        """Write a checkpoint, unless the newest one contains the present state; return whether one was written.
 
         If the caller is cancelled, a checkpoint that is being written is completed all the same.
 
@@ -472,8 +474,8 @@ class ExpertCheckpoints:
             return saved
 
     async def _save(self) -> bool:
-        # Take the state first. Every update that the state contains began before it was taken, so the keys of all these
-        # updates are known once the running updates have settled.
+        # Take the state first: every update in it has begun by then. So once the updates running now have ended,
+        # the keys of all updates in the state are known.
         answered = self.answered
         state = await in_thread(self._backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
@@ -497,8 +499,8 @@ class ExpertCheckpoints:
             self._saved_updates, self._saved_digest = checkpoint.updates, checkpoint.digest
 
     def updated(self) -> None:
-        """After the first update, find out whether the state can still be saved: optimizers create their state in that
-        update.
+        """Test in the background, after the first update, whether the state can still be saved: optimizers create their
+        state in that update. Later calls do nothing.
         """
         if self._first_update is None:
             self._first_update = asyncio.ensure_future(self._try_first_update())
@@ -514,7 +516,7 @@ class ExpertCheckpoints:
         try_checkpoint(self._folder, Checkpoint(self._backend.state_dict(), 0, {}))
 
     def _note(self, error: Exception) -> Exception:
-        """Return the error for a checkpoint that was not written, and remember it if the state is the reason."""
+        """Set ``cannot_save`` if the state is the reason for ``error``; return one that names expert and folder."""
         reason = describe_error(error).partition("\n")[0]  # torch may append a stack trace of C++
         text = f"{self._backend.name!r} cannot be saved in {self._folder}: {reason}"
         if isinstance(error, OSError):
@@ -525,14 +527,14 @@ class ExpertCheckpoints:
     # --- loading ---
 
     def load(self) -> bool:
-        """Load the newest checkpoint before the expert is served; return False if there is none.
+        """Lock the folder and load the newest checkpoint, before the expert is served; return False if there is none.
 
         Raises:
             RuntimeError: the checkpoint has the state of another expert.
             ValueError: all checkpoints are damaged, the newest one comes from an optimizer of another kind, or the
-                expert has made more updates than the newest one.
+                expert has made more updates than the newest one contains.
             TypeError: the expert's state cannot be saved.
-            OSError: checkpoints cannot be written there, or another server writes them.
+            OSError: checkpoints cannot be written to the folder, or another server uses it.
         """
         try:
             self._claim()
@@ -565,19 +567,19 @@ class ExpertCheckpoints:
         return found is not None
 
     def _claim(self) -> None:
-        """Keep other servers from the expert's checkpoints."""
+        """Lock the folder of the expert's checkpoints, unless this object has locked it already."""
         if self._lock is None:
             self._lock = FolderLock(self._folder)
 
     def release(self) -> None:
-        """Let another server use the expert's checkpoints."""
+        """Unlock the folder, so that another server can use the expert's checkpoints."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, called on a thread of its own.
+    """Return ``function(*arguments)``, called on a new thread.
 
     A function that never returns delays neither other calls, as it would in an executor with few threads, nor the end
     of the process.
@@ -586,7 +588,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     done: asyncio.Future[T] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # otherwise nothing waits any more
+        if not done.done():  # done if the caller was cancelled
             set_outcome(outcome)
 
     def call() -> None:

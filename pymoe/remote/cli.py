@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "top":
             add_options(command)
             continue
-        seconds = 10.0 if name == "info" else 60.0  # before it ends, a server answers current requests and saves
+        seconds = 10.0 if name == "info" else 60.0  # a draining server first answers current requests and saves
         command.add_argument(
             "--timeout", type=float, default=seconds, metavar="SECONDS", help=f"(default: {seconds:g})"
         )
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError, OverflowError) as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # a wrong value needs no class
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # wrong values need no class
         print(printable(f"{PROGRAM} {options.command}: {kind}{error}"), file=sys.stderr)
         return 1
 
@@ -208,7 +208,7 @@ class WatchedServer:
         self._time = time.monotonic()
 
     def read(self) -> list[Report]:
-        """Return a report, or nothing while the server is gone; raise NotARuntime if the numbers are malformed."""
+        """Return a report, or an empty list while the server is gone; raise NotARuntime if the report is malformed."""
         try:
             found = self._connection.info()
         except (ServerLost, TimeoutError):
@@ -239,7 +239,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Drain a server, and wait for its end; return 1 if it did not save all experts."""
+    """Drain a server, and wait for its end; return 1 if experts were not saved, or it has not ended in time."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CONNECT_AGAIN_S = 0.2
-"""Seconds between two attempts to connect to a server that is not there yet."""
+"""Seconds between two attempts to connect to a server that cannot be reached yet."""
 MAX_THREADS = 64
 
 
@@ -83,7 +83,7 @@ class RemoteBackend:
 
 
 class Connection(Channel):
-    """A connection to one server, which reconnects by itself after it broke. Made by :func:`connect`. Thread-safe.
+    """A connection to one server, which reconnects automatically. Made by :func:`connect`. Thread-safe.
 
     Attributes:
         address: the server's address.
@@ -98,7 +98,9 @@ class Connection(Channel):
         self._runtime: Runtime | None = None
 
     def backends(self, *names: str) -> list[RemoteBackend]:
-        """Return the experts of these names, or all that the server has now; the same object for an expert every time.
+        """Return the experts with these names, or without names, all that the server has now.
+
+        An expert is represented by the same object every time.
 
         Raises:
             LookupError: the server does not have such an expert.
@@ -110,7 +112,7 @@ class Connection(Channel):
                 hint = suggestion(name, experts)
                 raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}{hint}")
         with self._changes:
-            self.check_usable()  # otherwise nothing would end the runtime
+            self.check_usable()  # after close(), nothing would end a new runtime
             wanted = list(names or experts)
             new = [RemoteBackend(self, name, experts[name]) for name in wanted if name not in self._backends]
             if new and self.coalesce:
@@ -119,7 +121,7 @@ class Connection(Channel):
             return [self._backends[name] for name in wanted]
 
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
-        """Serve the pools of new backends by a runtime. Calls wait on its threads, so there is one for every pool, up
+        """Serve the pools of new backends with a runtime. Calls wait on its threads, so there is one for every pool, up
         to a limit.
         """
         if self._runtime is None:
@@ -185,19 +187,20 @@ def connect(
         encoding: encoding of activations in both directions: ``"raw"``, ``"bf16"`` or ``"int8"`` (see
             :mod:`pymoe.remote.encodings`). Fewer bytes are faster only on a slow network.
         gradient_encoding: the same for gradients.
-        coalesce: combine the rows of all callers of an expert in one call. False sends each request separately and
+        coalesce: combine the rows of all callers of an expert into one call. False sends each request separately and
             immediately.
         retries: repeat requests until their deadline while the server is gone or overloaded; all attempts of a backward
             request have the same key, which is applied once. Use False for members of a mixture, which has others to
             ask.
-        wait: seconds to wait for a server that is not there yet.
+        wait: seconds to wait for a server that cannot be reached yet.
 
     Raises:
         ServerLost: no server listens there, or the TLS handshake fails; the message has gRPC's reason.
         PermissionError: the server expects another token.
-        ProtocolError: it is not an ExpertServer, or one of another version.
-        TimeoutError: it does not answer.
-        TypeError: ``timeout`` or ``wait`` is not a number.
+        ProtocolError: the server is not an ExpertServer, or is one of another version.
+        TimeoutError: the server does not answer.
+        OSError: a file of ``tls`` cannot be read.
+        TypeError: ``timeout`` or ``wait`` is not a number, ``tls`` is not a TLS, or ``token`` not a string.
         ValueError: an invalid address, time or encoding, or a token that would be sent without encryption.
 
     Example:

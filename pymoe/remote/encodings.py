@@ -1,4 +1,4 @@
-"""Tensors as bytes: unchanged, in bfloat16, or in 8 bits with a scale for each block of 256 numbers of a row.
+"""Tensors as bytes: unchanged, in bfloat16, or in 8 bits with a scale for each block of 256 elements of a row.
 
 The error of a float32 or float64 number x on arrival:
 
@@ -7,10 +7,10 @@ The error of a float32 or float64 number x on arrival:
   are preserved.
 - ``int8``: at most ``m / 254``, where m is the largest absolute value in x's block, plus the rounding of float32 (a
   relative 2^-20 of m); in blocks with m < 1.5e-36 at most 6e-39. About a quarter of the bytes of float32. In a block
-  that holds NaN, infinity or a number beyond float32, every number becomes NaN, so that no invalid result looks valid.
-  A block never holds numbers of two rows, because rows of one message may belong to different callers.
+  that contains NaN, infinity or a number beyond float32, every element becomes NaN, so that no invalid result looks
+  valid. A block never contains elements of two rows, because rows of one message may belong to different callers.
 
-A tensor that ``int8`` would not make shorter, such as one with a single number per row, is sent raw. Under ``bf16``,
+A tensor that ``int8`` would not make shorter, such as one with a single element per row, is sent raw. Under ``bf16``,
 16-bit floating-point tensors are unchanged; under ``int8`` their values are rounded to their dtype on arrival.
 Integers, booleans and complex numbers are always sent raw.
 """
@@ -29,7 +29,7 @@ from pymoe.remote.errors import WireError
 
 ENCODINGS = ("raw", "bf16", "int8")
 BLOCK = 256
-"""Numbers of a row that share one scale in ``int8``; the last block of a row may have fewer."""
+"""Number of elements of a row that share a scale in ``int8``; the last block of a row may have fewer."""
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 1 << 31
 """Largest size of a dimension."""
@@ -69,21 +69,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_encoding(owner: str, encoding: Any) -> str:
-    """Return ``encoding``; raise ValueError if there is none of that name."""
+    """Return ``encoding``; raise ValueError if there is no encoding of that name."""
     if encoding not in ENCODINGS:
         raise ValueError(f"{owner}: encoding must be one of {', '.join(map(repr, ENCODINGS))}, got {encoding!r}")
     return str(encoding)
 
 
 def encoding_for(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> str:
-    """Return ``encoding``, or raw if that takes no more bytes for this tensor."""
+    """Return ``encoding``, or ``"raw"`` if the encoding would not make this tensor shorter."""
     if encoding == "raw" or not dtype.is_floating_point:
         return "raw"
     return encoding if encoded_size(dtype, shape, encoding) < encoded_size(dtype, shape, "raw") else "raw"
 
 
 def encoded_size(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> int:
-    """Return the number of bytes of an encoded tensor."""
+    """Return the number of bytes of a tensor of this dtype and shape after encoding."""
     count = math.prod(shape)
     if encoding == "raw":
         return count * dtype.itemsize
@@ -111,9 +111,10 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
 
 
 def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
-    """Return the tensor in memory of its own, aligned and writable.
+    """Return the decoded tensor, in aligned and writable memory.
 
-    Bytes of a message are copied, for ``raw`` once. Bytes that are already a tensor become a part of the result.
+    Bytes of a message are copied, for ``raw`` only once. If ``data`` is a tensor of bytes, the result may share its
+    memory.
 
     Raises:
         WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is wrong.
@@ -152,7 +153,7 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
 
 
 def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes as numbers of ``dtype``; copy those of a message, which are read-only and unaligned."""
+    """Return the bytes as elements of ``dtype``; copy those of a message, which are read-only and unaligned."""
     if isinstance(data, Tensor):
         return data.view(dtype)
     memory = torch.empty(data.nbytes, dtype=torch.uint8)
@@ -161,12 +162,12 @@ def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor with elements as a matrix: the first dimension, and all others in one."""
+    """Return a tensor that has elements as a matrix, with all dimensions after the first flattened into one."""
     return tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def _parts(rows: Tensor) -> list[Tensor]:
-    """Return views of the rows as (rows, blocks, numbers of a block): the full blocks, and the shorter last ones."""
+    """Return views of the rows of shape (rows, blocks, block size): the full blocks, and the shorter last ones."""
     full = rows.shape[1] // BLOCK * BLOCK
     parts = rows[:, :full].unflatten(1, (-1, BLOCK)), rows[:, None, full:]
     return [part for part in parts if part.numel()]

@@ -17,30 +17,30 @@ from pymoe.runtime.task_pool import QueueFull
 
 KIND_KEY = "pymoe-error"
 MAX_TEXT = 3000
-"""Bytes of an exception's message that are sent: all metadata of a reply must fit into 8 KiB."""
+"""Maximum number of bytes of an exception's message that are sent: all metadata of a reply must fit into 8 KiB."""
 
 
 class ServerLost(ConnectionError):
-    """The server could not be reached, or went away, within the time limit of the request.
+    """Raised if the server could not be reached, or went away, within the time limit of the request.
 
     A backward request that raises this may have been applied once, or not at all.
     """
 
 
 class ProtocolError(ConnectionError):
-    """The other side does not speak this protocol, or breaks it."""
+    """Raised if the other side does not speak this protocol, or violates it."""
 
 
 class WireError(ValueError):
-    """Bytes are not a message of this protocol."""
+    """Raised for bytes that are not a message of this protocol."""
 
 
 class AppliedError(RuntimeError):
-    """A backward request was or may have been applied, and its answer is gone. It is not applied again."""
+    """Raised if a backward request was or may have been applied, and its answer is gone. It is not applied again."""
 
 
 class RemoteExpertError(RuntimeError):
-    """The expert raised an exception of a type that is not sent by name; the message begins with the type."""
+    """Raised if the expert's exception has a type that is not sent by name; the message begins with the type."""
 
 
 _KINDS: tuple[type[Exception], ...] = (
@@ -59,7 +59,7 @@ _KINDS: tuple[type[Exception], ...] = (
     *(ArithmeticError, FloatingPointError, OverflowError, ZeroDivisionError),
 )
 KNOWN = {kind.__name__: kind for kind in _KINDS}
-"""Exceptions that have the same type on the client as on the server."""
+"""Exceptions, by name, that have the same type on the client as on the server."""
 
 CODES: dict[type[BaseException], StatusCode] = {
     AppliedError: StatusCode.ABORTED,
@@ -72,7 +72,7 @@ CODES: dict[type[BaseException], StatusCode] = {
     ValueError: StatusCode.INVALID_ARGUMENT,
     WireError: StatusCode.INVALID_ARGUMENT,
 }
-"""Status codes for other gRPC programs; clients of this package read the name in the metadata."""
+"""Status codes, by exception, for other gRPC programs; clients of this package use the name in the metadata."""
 
 _BY_CODE: dict[StatusCode, type[Exception]] = {
     StatusCode.DEADLINE_EXCEEDED: TimeoutError,
@@ -94,7 +94,7 @@ HINTS = {
     "CERTIFICATE_VERIFY_FAILED": "; TLS(ca=), --tls-ca, must hold the authority that signed the server's certificate",
     "Hostname Verification Check failed": "; connect by a name that is in the server's certificate",
 }
-"""Ends of error messages, by parts of gRPC's own, which do not say what to do."""
+"""Hints to append to gRPC's messages, which do not say what to do, by a part of the message."""
 
 
 def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, str], ...]]:
@@ -108,7 +108,7 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
 
 
 def _short(text: str) -> str:
-    """Return as much of ``text`` as may be sent, with ``?`` for characters that UTF-8 cannot encode."""
+    """Return the beginning of ``text`` that may be sent, with ``?`` for characters that UTF-8 cannot encode."""
     text = text[:MAX_TEXT].encode(errors="replace").decode()
     left = MAX_TEXT
     for place, character in enumerate(text):

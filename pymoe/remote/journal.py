@@ -1,12 +1,12 @@
 """Keys of an expert's applied backward requests, so that none is applied twice, even after the server restarts.
 
-A request has a key, (client, seq). The client numbers its requests, sends the same key with every attempt, and says
-with ``ack`` below which number there are no further attempts. A key is
+A request has a key, (client, seq). The client numbers its requests, and sends the same key with every attempt. Its
+``ack`` promises that there are no further attempts with any number below it. A key is
 
 - **new**: it runs, and ends as applied, in an update with a number, or as not applied;
 - **running**: a further attempt joins the first and gets its answer;
 - **applied**: a further attempt gets the kept answer, or :class:`~pymoe.remote.errors.AppliedError` if it is gone;
-- **forgotten**, below ``ack``: a late attempt raises AppliedError, because nothing is known about it any more.
+- **forgotten**, if its number is below ``ack``: a late attempt raises AppliedError, because its outcome is unknown.
 
 A state that has seen U updates is saved together with the keys applied in updates up to U, so that both are lost
 together or not at all. A key that was applied later and lost with its update is new again.
@@ -37,7 +37,7 @@ KEEP_CLIENT_S = 3600.0
 """Seconds after a client's last request until it may be forgotten."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
-"""Takes the place of an update's number if some rows of a request were applied and others failed."""
+"""Stands for an update's number if some rows of a request were applied and others failed."""
 
 T = TypeVar("T")
 
@@ -95,19 +95,22 @@ class Journal:
         incarnation: str = "",
         age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the answer to a request, and whether it was applied by an earlier attempt.
+        """Run a request, unless an earlier attempt was applied, and return the answer.
+
+        Return also whether an earlier attempt was applied.
 
         Args:
             client: with ``seq``, the key.
             seq: number of the request among the client's requests.
             ack: the client sends no further attempts for keys below this one.
-            run: called if the key is new; starts the request, and returns its future outcome and a function that
-                cancels it if it has not begun. That function is called when no attempt waits for the answer any more.
+            run: called if the key is new; starts the request, and returns an awaitable of its outcome and a function
+                that cancels it if it has not begun. That function is called when no attempt waits for the answer any
+                more.
             attempt: number of earlier attempts of the request.
             incarnation: the server run that last answered a backward request of the client; empty before the first
                 answer. If that was this run and the client is unknown, the client has been forgotten.
-            age: seconds since the first attempt. If it is too long and the client is unknown, the client may have been
-                forgotten.
+            age: seconds since the first attempt. If the client is unknown and this is too long, the client may have
+                been forgotten.
 
         Raises:
             AppliedError: the request was or may have been applied, and its answer is gone.
@@ -133,7 +136,7 @@ class Journal:
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            # Allow only half of the time, since the client's clock started earlier and may run at another speed.
+            # Allow only half of the time, since the client's clock may run at another speed.
             if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
                 raise AppliedError(f"the client {name!r} was forgotten: its request may have been applied")
             self._make_room()
@@ -148,7 +151,7 @@ class Journal:
         return known
 
     def _make_room(self) -> None:
-        """Forget clients that have been silent for long, and no others: a forgotten key could be applied twice."""
+        """Forget only clients that were silent for long: a request of a forgotten client could be applied twice."""
         for name, one in list(self._clients.items()):
             if self._now() - one.seen <= KEEP_CLIENT_S:
                 break
@@ -229,7 +232,7 @@ class Journal:
     def keys(self, updates: int) -> AppliedKeys:
         """Return the keys of the requests that a state with ``updates`` updates contains.
 
-        No request whose key belongs to the state may still run: see :meth:`settled`.
+        None of these requests may still be running: see :meth:`settled`.
         """
         return {
             name: (client.low, sorted(seq for seq, update in client.applied.items() if update <= updates))
@@ -237,7 +240,7 @@ class Journal:
         }
 
     def restore(self, keys: AppliedKeys) -> None:
-        """Replace all keys by those of a loaded state, without their answers."""
+        """Replace all keys with those of a loaded state, which have no answers."""
         now = self._now()
         self._answers.clear()
         self._bytes = 0

@@ -69,12 +69,12 @@ class RequestNumbers:
 
 
 class ExpertStub:
-    """Keeps what the client knows of an expert, from the server's description.
+    """Keeps the client's information about an expert, from the server's description.
 
     Attributes:
         schema: the schema of its requests.
         numbers: the numbers of its backward requests.
-        updates: number of updates that it had seen by its last answer.
+        updates: number of updates that the expert had made by its last answer.
         answered_by: the server run that last answered a backward request; empty before the first answer.
         max_batch_size: largest number of rows that the server runs at once.
 
@@ -105,13 +105,13 @@ class ExpertStub:
         self.answered_by = ""
 
     def with_constants(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Return the flat outputs: ``tensors``, with the schema's constants in their places."""
+        """Return the flat outputs: ``tensors``, with the schema's constants inserted between them."""
         rest = iter(tensors)
         return [next(rest) if isinstance(leaf, BatchTensorProto) else leaf for leaf in self._leaves]
 
 
 class RemoteCall:
-    """One request to the server, with what all of its attempts share: message, deadline and, if backward, number.
+    """A request to the server, with what all of its attempts share: message, deadline and, if backward, number.
 
     The creator calls :meth:`end` once, after the last attempt.
 
@@ -146,7 +146,7 @@ class RemoteCall:
             self.stub.numbers.close(self._request.seq)
 
     def _next_attempt(self) -> tuple[bytes, float]:
-        """Return the message of the next attempt, and its time limit in seconds.
+        """Count the next attempt; return its message, and its time limit in seconds.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -166,7 +166,7 @@ class RemoteCall:
         return message, seconds
 
     def _begin(self, head: bytes, seconds: float) -> Any:
-        """Send a message as a gRPC call of its own, and return gRPC's future."""
+        """Send a message as a separate gRPC call, and return gRPC's future."""
         size = len(head) + sum([data.nbytes for data in self._tail])
         options = {"timeout": seconds, "metadata": (*self.channel.metadata, (wire.SIZE_KEY, str(size)))}
         if not self._tail:
@@ -174,7 +174,7 @@ class RemoteCall:
         return self.channel.long_methods[self.method].future(chain((head,), wire.frames(self._tail)), **options)
 
     def begin(self) -> Any:
-        """Send the next attempt as a gRPC call of its own, and return gRPC's future."""
+        """Send the next attempt as a separate gRPC call, and return gRPC's future."""
         head, seconds = self._next_attempt()
         try:
             return self._begin(head, seconds)
@@ -215,7 +215,7 @@ class RemoteCall:
         """Return the pause in seconds between a failed attempt and the next one.
 
         Raises:
-            Exception: the meaning of the failure, if there must not be another attempt.
+            Exception: the exception that the failure stands for, if there must not be another attempt.
         """
         error = from_status(failed, self._where)
         from_server = KIND_KEY in dict(failed.trailing_metadata() or ())
@@ -232,7 +232,7 @@ class RemoteCall:
         return min(pause, max(0.0, self.deadline - time.monotonic()))
 
     def read(self, message: bytes) -> tuple[Any, ...]:
-        """Return the same as :meth:`answer` for a reply in one message."""
+        """Decode a reply that is a single message, and return its :meth:`answer`."""
         try:
             return self.answer(wire.decode(message, wire.Reply))
         except WireError as error:
@@ -289,12 +289,12 @@ class _RemotePool:
 
 
 class CoalescingPool(_RemotePool, TaskPool):
-    """Combines the rows of all waiting callers in one call, as a local pool does; one call is under way at a time.
+    """Combines the rows of all waiting callers into one call, as a local pool does; one call is under way at a time.
 
-    If no other request waits, a request is sent immediately. The deadline of a call is the latest one of its requests
-    whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that the request
-    is treated like one in a running batch. A request with more rows than the server runs at once is sent in several
-    calls.
+    If no other request waits, a request is sent immediately. The deadline of a call is the latest deadline of those of
+    its requests whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that
+    the request is treated like one in a running batch. A request with more rows than the server runs at once is sent in
+    several calls.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -344,7 +344,7 @@ class CoalescingPool(_RemotePool, TaskPool):
 
 
 class RemoteFuture(concurrent.futures.Future):
-    """The outcome of a request that was sent on its own. ``cancel()`` also removes it from the server's queue.
+    """The outcome of a request that was sent separately. ``cancel()`` also removes it from the server's queue.
 
     Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
     other requests; the request counts as under way until they have ended. The callbacks of a cancelled request run in
@@ -418,7 +418,7 @@ class DirectPool(_RemotePool):
         """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
 
         Raises:
-            QueueFull: too many requests were under way until this one's time was over.
+            QueueFull: too many requests were under way for as long as this one could wait.
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
@@ -436,11 +436,11 @@ class DirectPool(_RemotePool):
         return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request and await the answer, without blocking the event loop while too many are under way."""
+        """Send a request, await its answer and return it, without blocking the event loop if too many are under way."""
         return await (await self._queue(tensors, timeout))
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request and wait for the answer."""
+        """Send a request, wait for the answer, and return it."""
         return self.submit_task(*tensors, timeout=timeout).result()
 
     def _idle_is_known(self) -> None:
@@ -515,15 +515,16 @@ class _Attempts:
 
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
-        with self._future._condition:  # no callback is added meanwhile
+        with self._future._condition:  # add_done_callback() takes this lock, too
             if not self._future._may_block:
                 self._permits.give_back()
                 return self._complete(error, result)
         return call_soon(self._call_back, error, result)
 
     def _call_back(self, error: Exception | None, result: Any) -> None:
-        """Complete the future and keep the permit until its callbacks end: each callback may take a thread, and permits
-        limit their number.
+        """Complete the future, and return the permit only when the future's callbacks have ended.
+
+        Each callback may occupy a thread, and the permits limit the number of these threads.
         """
         try:
             self._complete(error, result)

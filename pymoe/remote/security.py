@@ -1,4 +1,4 @@
-"""Addresses of servers, and access to them: TLS, certificates of clients, tokens.
+"""Addresses of servers, and access to servers: TLS, certificates of clients, tokens.
 
 An address that other machines can reach needs TLS, and a token or certificates of clients: a client that may request
 gradients from an expert trains it. Tokens are sent only over TLS, or within this machine.
@@ -26,11 +26,11 @@ SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
 """Schemes of gRPC that may precede ``HOST:PORT``."""
 MAX_PORT = 65535
 PORT = "address='HOST:PORT' has the host and the port"
-"""Names the argument that stands for a host or port of its own."""
+"""Hint for callers that give the host or the port as an argument of its own."""
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 FREE = (errno.ENOENT, errno.ECONNREFUSED)
-"""Errors of connecting to a socket that does not exist, or whose server ended without removing it."""
+"""Errors of a connection to a socket that does not exist, or that its server left behind when it ended."""
 
 # --- addresses ---
 
@@ -91,7 +91,9 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def held_for_binding(address: str) -> Iterator[None]:
-    """Keep other servers from a Unix socket while the caller binds it; do nothing for other addresses.
+    """Return a context manager that keeps other servers from a Unix socket while the caller binds it.
+
+    It does nothing for other addresses.
 
     Without this, gRPC would take a socket away from the server that listens there: the system does not report that the
     socket is in use.
@@ -120,15 +122,16 @@ def held_for_binding(address: str) -> Iterator[None]:
 
 
 def addresses_of(address: str) -> list[str]:
-    """Return ``address`` once for each address of this machine that its host's name has, or as it is if it has no name.
+    """Return the addresses at which a server at ``address`` must listen: one for each IP address of the host's name.
 
-    A server listens at all of them or at none: gRPC itself is content with one, and clients that reach another by the
-    same name talk to whichever program listens there.
+    IP addresses of other machines are left out; if none is left, or there is no name, return only ``address``. A server
+    listens at all of them or at none: gRPC itself would be content with one, and clients that reach another by the same
+    name would talk to whichever program listens there.
     """
     host, _, port = address.rpartition(":")
     if ":" in host or not port.isdecimal() or socket_path(address) is not None:
         return [address]
-    if host == "localhost":  # gRPC takes it for both, whatever the system's table of hosts says
+    if host == "localhost":  # gRPC resolves it to both, whatever the system's table of hosts says
         found = ["127.0.0.1", "::1"]
     else:
         try:
@@ -149,7 +152,7 @@ def _is_own(host: str) -> bool:
 
 
 def _listen_for_a_moment(host: str, port: int) -> None:
-    """Raise the system's error if nothing can listen there."""
+    """Raise the system's error if no server can listen at this host and port."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
         pass
 
@@ -182,11 +185,12 @@ class TLS:
     """Files in PEM format, for a server or a client.
 
     Args:
-        cert: the certificate of this side, with those between it and its authority. A server needs one; a client needs
-            one if the server asks for it.
+        cert: the certificate of this side, with any intermediate certificates. A server needs one; a client needs one
+            if the server asks for it.
         key: the private key of the certificate.
         ca: authorities. A client accepts servers whose certificate one of them has signed (None: the authorities that
-            gRPC knows). A server with authorities accepts only clients whose certificate one of them has signed.
+            gRPC trusts by default). A server with authorities accepts only clients whose certificate one of them has
+            signed.
     """
 
     cert: str | Path | None = None
@@ -239,7 +243,7 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 
 
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if the token would be sent to another machine without encryption."""
+    """Raise ValueError if the token would be sent to another machine without encryption, or cannot be sent."""
     check_token("connect", token)
     check_tls("connect", tls)
     if token is not None and tls is None and not is_local(address):
@@ -273,8 +277,9 @@ def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def token_problem(metadata: Any, token: str) -> str:
-    """Return what is wrong with the token in ``metadata``, in a time that does not reveal how much of it is right; ""
-    if nothing is.
+    """Return what is wrong with the token in ``metadata``, or "" if it is right.
+
+    The time that this takes does not reveal how much of a wrong token is right.
     """
     given = ""
     for key, value in metadata or ():

@@ -40,7 +40,7 @@ PATIENCE_S = 5.0
 MAX_CALLS = 8192
 """The maximum number of calls under way at a time, including watches; further ones are refused with ``QueueFull``."""
 PORT_TRIES = 8
-"""The number of free ports that are tried for one that is free at every address of the host."""
+"""The number of ports that are tried with port 0, to find one that is free at every address of the host."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_READ),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
@@ -68,16 +68,16 @@ class ExpertServer:
         with pymoe.remote.ExpertServer([backend], "127.0.0.1:7000") as server:
             server.wait()
 
-    It has a :class:`~pymoe.runtime.Runtime` of its own, which batches the requests of all clients and of this process.
-    A request has the deadline that its client set, and never begins after that; if its client is gone, it is removed
-    from the queue. Every backward request is applied once, however often its client has to send it, even if the server
-    is killed and comes back with its checkpoints.
+    It has its own :class:`~pymoe.runtime.Runtime`, which batches the requests of all clients and of this process. A
+    request has the deadline that its client set, and never begins after that; if its client is gone, it is removed from
+    the queue. Every backward request is applied once, however often its client has to send it, even if the server is
+    killed and comes back with its checkpoints.
 
-    **Checkpoints.** One file holds the state of an expert and the keys of the requests that the state contains. A
-    server that was killed comes back with the last file: later updates are lost, at most ``save_every`` seconds of
-    them, even if clients got answers. :meth:`drain` and the end of the ``with`` block save the present state, or raise.
-    The server tries to save each state when it is made, and again after the expert's first update; if a state cannot be
-    saved, further gradients for the expert are refused with TypeError.
+    **Checkpoints.** A file has the state of an expert and the keys of the requests that the state contains. A server
+    that was killed comes back with the last file: later updates are lost, at most ``save_every`` seconds of them, even
+    if clients got answers. :meth:`drain` and the end of the ``with`` block save the present state, or raise. The server
+    tries to save each state when it is made, and again after the expert's first update; if a state cannot be saved,
+    further gradients for the expert are refused with TypeError.
 
     Args:
         backends: one or several; :meth:`add` adds others. No other Runtime may serve them.
@@ -101,12 +101,13 @@ class ExpertServer:
             attempt had applied), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``, ``save_failed``.
 
     Raises:
-        ValueError: strangers could connect or eavesdrop; two experts have one name; or with ``checkpoints``, experts
-            share parameters, buffers or an optimizer, which two files would hold at different times, or the checkpoints
-            of an expert are all damaged, come from another kind of optimizer, or have fewer updates than the backend.
+        ValueError: strangers could connect or eavesdrop; two experts have the same name; or with ``checkpoints``,
+            experts share parameters, buffers or an optimizer, which two files would save at different times, or the
+            checkpoints of an expert are all damaged, come from another kind of optimizer, or have fewer updates than
+            the backend.
         TypeError: a backend is not an ExpertBackend, or its schemas cannot be described to other machines; with
-            ``checkpoints``, a state that cannot be saved: it may hold dense tensors of the dtypes that safetensors has,
-            numbers, text and None, in lists, tuples and dicts. Or a time is not a number.
+            ``checkpoints``, a state that cannot be saved: it may contain dense tensors of the dtypes that safetensors
+            has, numbers, text and None, in lists, tuples and dicts. Or a time is not a number.
         OSError: the folder ``checkpoints`` is not writable, or another server has an expert of the same name there.
 
     Example:
@@ -152,7 +153,7 @@ class ExpertServer:
         self._began = time.monotonic()
         self._drained = threading.Event()
         self.stuck = False
-        self._not_saved: dict[str, BaseException] = {}  # experts that the last _save_all() did not save, with reasons
+        self._not_saved: dict[str, BaseException] = {}  # errors of the last _save_all(), by expert
         entries = [ExpertEntry(backend, self.incarnation) for backend in members]
         for entry in entries:
             self._check(entry)
@@ -187,17 +188,18 @@ class ExpertServer:
         entry.checkpoints = checkpoints
 
     def _checkpoints(self) -> dict[str, ExpertCheckpoints]:
-        """Return the checkpoints of every expert by name; nothing if the server saves none."""
+        """Return the checkpoints of every expert by name; an empty dict if the server saves none."""
         entries = list(self._service.entries.values())
         return {one.name: one.checkpoints for one in entries if one.checkpoints is not None}
 
     # --- start and end ---
 
     def start(self) -> None:
-        """Listen and serve.
+        """Start to listen and serve, unless the server does so already.
 
         Raises:
-            OSError: the address is taken, or does not belong to this machine; or the folder of a socket does not exist.
+            OSError: the address is taken or is not one of this machine, or the folder of a socket does not exist.
+            ValueError: ``tls`` has no certificate.
             RuntimeError: the server was drained, another Runtime serves a backend, or the process is a fork of one that
                 has served.
         """
@@ -244,7 +246,7 @@ class ExpertServer:
             self._keep(asyncio.ensure_future(self._save_regularly()))
 
     def _bind(self, server: grpc.aio.Server, credentials: grpc.ServerCredentials | None) -> int:
-        """Add the port to the server at every address of the host, and return it; 1 for a Unix socket."""
+        """Bind the server to a port at every address of the host; return the port, or 1 for a Unix socket."""
         port = 0
         for address in addresses_of(self.address):
             if port:
@@ -273,8 +275,8 @@ class ExpertServer:
 
         Raises:
             OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, and experts were not saved; see
-                :meth:`save`, which may be called again. Or RuntimeError: this process is a fork, and the server belongs
-                to its parent.
+                :meth:`save`, which may be called again. Or RuntimeError: this process is a fork, and the server is its
+                parent's.
         """
         grace = self._grace if grace is None else check_seconds("ExpertServer.drain: grace", grace)
         with self._changes:
@@ -307,9 +309,8 @@ class ExpertServer:
     async def _stop(self, server: Any, grace: float) -> None:
         # The address stays taken until everything is saved: a successor would load older checkpoints.
         try:
-            await self._service.drain(grace)  # this also ends _save_regularly()
-            # Experts that still run are those that hang. Their checkpoints would wait for them, so saving has a time
-            # limit.
+            await self._service.drain(grace)  # also ends _save_regularly()
+            # Experts that are still running hang. Saving waits for them, and therefore has a time limit.
             await self._save_all(max(grace, 1.0))
         except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain are told, too
             names = [name for name, one in self._checkpoints().items() if one.may_be_outdated]
@@ -420,16 +421,16 @@ class ExpertServer:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Return the bytes of the messages and tensors of current calls."""
+        """Return the number of bytes that messages and tensors of current calls occupy."""
         return self._service.budget.used
 
     # --- checkpoints ---
 
     def save(self, timeout: float | None = None) -> int:
-        """Write a checkpoint of every expert that has changed since its last one; return their number.
+        """Write a checkpoint of every expert that has changed since its last one; return how many were written.
 
         Args:
-            timeout: seconds to wait for busy experts; None: without limit, which waits forever for one that hangs.
+            timeout: seconds to wait for busy experts; None: no limit, so an expert that hangs is waited for forever.
 
         Raises:
             ValueError: the server was made without ``checkpoints``.
@@ -461,7 +462,7 @@ class ExpertServer:
                 one.release()
 
     async def _save_all(self, timeout: float | None) -> int:
-        """Save all experts, record in ``_not_saved`` those that failed, and return how many had changed."""
+        """Save all experts that have changed; return how many were saved. Set ``_not_saved`` to errors, by expert."""
         checkpoints = self._checkpoints()
         saves = {asyncio.ensure_future(self._save(one)): name for name, one in checkpoints.items()}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())
@@ -485,7 +486,7 @@ class ExpertServer:
     async def _save_regularly(self) -> None:
         while not await self._service.drains_within(self._save_every):
             for one in self._checkpoints().values():
-                if one.may_be_outdated and not one.saving:  # one after the other, except for those that hang
+                if one.may_be_outdated and not one.saving:  # one by one, except for those that hang
                     await asyncio.wait([self._keep(asyncio.ensure_future(self._try_to_save(one)))], timeout=PATIENCE_S)
 
     async def _try_to_save(self, checkpoints: ExpertCheckpoints) -> None:
@@ -525,7 +526,7 @@ def tensors_of(backend: ExpertBackend) -> set[int]:
 
 
 def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
-    """Return one error for all ``errors`` of experts: of their type if they share it, or else a RuntimeError."""
+    """Return a single error for the ``errors`` of experts: of their common type, or a RuntimeError if there is none."""
     kinds = (TimeoutError, OSError, TypeError)
     kind = next((kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())), RuntimeError)
     return kind(f"{where}: not saved: {'; '.join(map(str, errors.values()))}")
@@ -533,7 +534,7 @@ def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
 
 # --- the event loop ---
 
-# gRPC's asyncio servers need one event loop for all servers of a process. It runs on a thread of its own.
+# All asyncio servers of gRPC in a process must share an event loop. It runs on a separate thread.
 _loop_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_process = 0

@@ -1,7 +1,7 @@
 """The server's side of a call: access, admission, and the way to the expert's pools and back.
 
-A call passes the token, the refusal of a draining server, and the byte budget, in this order. Only then is its body
-read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
+A call is first checked for its token, then refused if the server drains, then charged to the byte budget. Only then is
+its body read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
 :data:`~pymoe.remote.wire.MAX_READ` bytes. A message of a stream of requests is read first, and then charged to the
 budget.
 """
@@ -59,15 +59,15 @@ SETTLE_S = 0.05
 
 T = TypeVar("T")
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
-"""The journal of every backend that was ever served: if it is served again, the keys in its state must still be
-known.
+"""The journal of every backend that was ever served: it is needed if the backend is served again, since the backend's
+state contains requests with these keys.
 """
 
 # --- admission ---
 
 
 class ByteBudget:
-    """Limit on the bytes of messages and tensors that the server holds. For one thread.
+    """Limits the number of bytes of messages and tensors in the server's memory. Not thread-safe.
 
     The caller subtracts the bytes from ``used`` when it releases them.
     """
@@ -93,9 +93,10 @@ def announced_size(metadata: Any) -> int:
 
 
 class StallDetector:
-    """Detects stalls of the event loop, when the process was stopped or got no processor. Afterwards the messages that
-    have arrived are read one by one, each request before its cancellation. So requests wait until the cancellations
-    have been read as well.
+    """Detects stalls of the event loop, as when the process was stopped or got no processor time.
+
+    After a stall, the messages that have arrived are read one by one, each request before its cancellation. So requests
+    wait until the cancellations have been read as well.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,7 @@ class ExpertEntry:
 
     Raises:
         TypeError: ``backend`` is not an ExpertBackend, or its schemas cannot be described to other machines.
+        ValueError: its name is empty or too long.
     """
 
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
@@ -190,7 +192,9 @@ class ExpertEntry:
     async def backward(
         self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
     ) -> tuple[Sequence[Tensor], bool]:
-        """Return the inputs' gradients, and True if they are the answer to an earlier attempt, which was applied.
+        """Apply a request, unless an earlier attempt was applied, and return the gradients of the inputs.
+
+        Return also whether an earlier attempt was applied.
 
         Raises:
             ValueError: there is no key.
@@ -234,13 +238,13 @@ class ExpertEntry:
             return Applied(IN_PART if in_part else None, error=error)
         finally:
             self._partly_applied.discard(name)
-        # For a request of several batches, the first update counts: a state after it contains a part of the request.
+        # A request of several batches counts as applied in its first update, since the state then contains part of it.
         update = int(numbers.min()) if rows else self.backend.updates
-        return Applied(update, [one.clone() for one in gradients])  # a view would keep the whole batch in memory
+        return Applied(update, [one.clone() for one in gradients])  # views would keep the whole batch in memory
 
 
 def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
-    """Submit a request, or raise QueueFull if that would have to wait: the client tries again later."""
+    """Submit a request and return its future; raise QueueFull if there is no room: the client tries again later."""
     future = pool._try_submit(*tensors, timeout=seconds)
     if future is None:
         raise QueueFull(f"{pool.name}: the queue has no room")
@@ -260,7 +264,7 @@ class Service(grpc.GenericRpcHandler):
 
     Attributes:
         entries: the served experts by name.
-        saved: set when nothing more will be saved.
+        saved: set when a drain has finished saving.
     """
 
     def __init__(self, token: str | None, info: Callable[[], wire.Info], drain: Callable[[], Any]) -> None:
@@ -370,7 +374,7 @@ class Service(grpc.GenericRpcHandler):
         return await self._single(context, backward=True)
 
     async def _single(self, context: Any, backward: bool) -> bytes:
-        """Answer a request that is a gRPC call of its own."""
+        """Answer a request that is a separate gRPC call."""
         self._waited_for()
         if self.draining:
             raise ServerLost(DRAINING)
@@ -398,7 +402,7 @@ class Service(grpc.GenericRpcHandler):
         failure: Exception | None = None
         try:
             missing = 0
-            while not missing and not self.draining:  # unread frames would be taken for requests
+            while not missing and not self.draining:  # if frames are unread, end: they would be taken for requests
                 self._idle.add(task)
                 head = await context.read()
                 self._idle.discard(task)
@@ -438,13 +442,13 @@ class Service(grpc.GenericRpcHandler):
         finally:
             self._idle.discard(task)
             self._streams -= 1
-        if failure is not None:  # at the end, since a client that reads nothing delays it
+        if failure is not None:  # at the end, since a client that reads nothing delays this
             await context.abort(*self._status_of(failure))
 
     async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:
         """Write a reply with frames, charged to the budget; raise TimeoutError if the client does not read it in time.
 
-        The budget may be exceeded: the reply exists already, but nothing else begins until it is sent.
+        This may exceed the budget, since the reply exists already; then further requests are refused until it is sent.
         """
 
         async def write() -> None:
@@ -494,8 +498,8 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains, so that clients know immediately that it stops, or that the connection
-        broke.
+        """Answer when the server drains. Clients thus learn immediately that the server stops, and from the end of the
+        call without an answer, that the connection broke.
         """
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")

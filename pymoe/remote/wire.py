@@ -2,7 +2,7 @@
 
 Decoding never runs code, raises only :class:`~pymoe.remote.errors.WireError`, and allocates at most :data:`MAX_BYTES`
 for the tensors of a message. Both sides ignore fields that they do not know, so that later versions may add some; a
-change that must not be ignored makes a new service, with the next number in :data:`SERVICE`.
+change that must not be ignored requires a new service, with the next number in :data:`SERVICE`.
 
 Short tensors travel inside their message. The bytes of long ones follow it in **frames** of at most :data:`FRAME`
 bytes, one tensor after the other, so that neither side ever holds a long message in one piece in addition to its
@@ -34,7 +34,7 @@ WATCH = "Stay"
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
 SIZE_KEY = "pymoe-bytes"
-"""Metadata in which a client states the length of a request that is a gRPC call of its own."""
+"""The key of the metadata in which a client states the length of a request that is a separate gRPC call."""
 MAX_BYTES = 256 << 20
 """Limit of a message with its frames, and of its decoded tensors, in bytes."""
 FRAME = 256 << 10
@@ -63,8 +63,8 @@ class Packed(msgspec.Struct, array_like=True):
     """Number of bytes that follow in frames, in place of ``data``."""
 
 
-# The limits are part of the types, so they are checked before memory is taken: a Packed of 10 bytes takes 500 bytes
-# once it is decoded.
+# The limits are part of the types, so msgspec checks them before it allocates memory: a Packed of 10 bytes takes 500
+# bytes once it is decoded.
 Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
@@ -89,10 +89,9 @@ class Request(msgspec.Struct, omit_defaults=True):
     age: float = 0.0
     """Seconds since the first attempt."""
     backward: bool = False
-    """On a stream, true for the backward pass; in separate calls the gRPC method tells the pass."""
+    """On a stream, true for the backward pass; in separate calls, the gRPC method determines the pass."""
     seconds: float = 0.0
-    """On a stream, the time in seconds that the request has; in separate calls the deadline of the gRPC call tells
-    it."""
+    """On a stream, the seconds that the request has left; separate calls have a deadline of gRPC instead."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -110,7 +109,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
-    """The description of one expert for clients."""
+    """The description of an expert for clients."""
 
     forward_schema: Any
     """A tree, like ``outputs_schema``."""
@@ -167,7 +166,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[MessageT]) -> MessageT:
-    """Return the message of this kind; its tensors are views of ``data``, which :func:`unpack` reads.
+    """Decode ``data`` as a message of type ``kind``. Its tensors remain bytes, views of ``data``, until :func:`unpack`.
 
     Raises:
         WireError: the bytes are not such a message.
@@ -183,7 +182,7 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
 
 
 def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
-    """Return tensors as parts of a message, which must be encoded before they change.
+    """Return tensors as parts of a message. The message must be encoded before the tensors change.
 
     Raises:
         TypeError: a dtype that cannot be sent.
@@ -206,7 +205,7 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
 
 
 def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
-    """Remove the bytes from a message's tensors if they are long, and return them; they follow in :func:`frames`."""
+    """If a message's tensors are long, remove their bytes and return these, for :func:`frames`; else return []."""
     size = 0
     for one in packed:
         size += one.data.nbytes
@@ -254,7 +253,7 @@ class Tail:
         self._filled = 0
 
     def take(self, frame: bytes) -> None:
-        """Copy a frame to its place.
+        """Copy the next frame into its tensor.
 
         Raises:
             WireError: the frame is empty, or extends beyond the end of its tensor.
@@ -272,7 +271,7 @@ class Tail:
 
 
 def unpacked_size(packed: Sequence[Packed]) -> int:
-    """Return the bytes that the tensors of a message will take.
+    """Return the number of bytes that the tensors of a message will occupy once unpacked.
 
     Raises:
         WireError: that is more than :data:`MAX_BYTES`, there are too many tensors, or one has an unknown dtype.
@@ -291,15 +290,15 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
 
 
 def unpack(packed: Sequence[Packed], tail: Tail | None = None, *, checked: bool = False) -> list[Tensor]:
-    """Return the tensors of a message in memory of their own.
+    """Return the tensors of a message, in memory that they do not share with the message.
 
     Args:
         packed: the tensors.
         tail: the bytes that followed the message.
-        checked: whether :func:`unpacked_size` has already been called, which checks the tensors.
+        checked: true if :func:`unpacked_size`, which checks the tensors, has already been called.
 
     Raises:
-        WireError: the bytes do not match the tensors' descriptions, or see :func:`unpacked_size`.
+        WireError: the bytes do not match the tensors' descriptions, or one of the errors of :func:`unpacked_size`.
     """
     if not checked:
         unpacked_size(packed)

@@ -1,4 +1,4 @@
-"""Requests to experts, in batches: the requests of an expert, its pools, and the runtime that serves them."""
+"""Serves experts: pools collect requests of many clients, and a runtime runs them in batches."""
 
 from __future__ import annotations
 

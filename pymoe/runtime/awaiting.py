@@ -1,4 +1,4 @@
-"""The wait of a coroutine for a request, from ``await future`` to the next iteration of the loop.
+"""Implements ``await`` for the futures of requests.
 
 With ``await`` the task sleeps on a waiter, a future of the loop. When the batch ends, the thread that completes it puts
 the waiters of its requests into the loop's mailbox without the GIL, and calls the loop once instead of once per
@@ -56,7 +56,7 @@ def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, A
 
 
 def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
-    """Let the loop wake ``waiter`` once the future is done."""
+    """Make the loop complete ``waiter`` once the future is done."""
     if not isinstance(future, RequestFuture):
 
         def wake(_: Any) -> None:
@@ -70,7 +70,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Let the loop empty its mailbox; if the loop is gone, discard the mailbox, since no task waits there."""
+    """Make the loop empty its mailbox; if the loop is gone, discard the mailbox, since no task waits there."""
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

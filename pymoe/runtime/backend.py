@@ -1,4 +1,4 @@
-"""A served expert: batches of requests for its outputs and its gradients, one update per batch, and its state."""
+"""A served expert: it computes outputs and gradients for batches of requests, and makes one update per batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER_NAMES = {
     "max_grad_norm": "clip_grad_norm",
     "grad_accumulation_steps": "accumulate_steps",
 }
-"""Names of arguments in hivemind and in trainers, each with the name here."""
+"""Names that hivemind and trainers have for these arguments, each with the name here."""
 _POOLS = ("forward_pool", "backward_pool")
 _MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools with ``isolate`` read it too
 
@@ -47,14 +47,15 @@ class ExpertBackend(nn.Module):
     The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing from an earlier forward
     pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
     updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can also be called
-    directly, from any thread. Passes and updates of one expert never overlap, nor those of experts that share
-    parameters with each other or with an optimizer. A backend can be copied and pickled: a copy has its own pools.
+    directly, from any thread. Passes and updates of one expert never overlap, nor do those of experts that share
+    parameters, directly or through an optimizer. A backend can be copied and pickled: a copy has its own pools.
 
     Args:
         name: name of the backend in the pools (``NAME_forward``, ``NAME_backward``), statistics and errors.
         expert: the module. The first dimension of its first argument, and of every other tensor that it takes or
             returns, is the batch.
-        opt: the optimizer of its parameters. None: the expert is never updated, and its parameters get no gradients.
+        opt: the optimizer of the expert's parameters. None: the expert is never updated, and its parameters get no
+            gradients.
         args_schema: a nested structure of :class:`BatchTensorProto` for each positional argument; a tensor stands for
             its prototype, and any other leaf is passed to the expert unchanged.
         kwargs_schema: the same for keyword arguments. One of the two must contain a tensor.
@@ -62,7 +63,7 @@ class ExpertBackend(nn.Module):
             :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
         gradient_reduction: ``"sum"``: an update uses the sum over all rows of all requests in the batch, as in one
             backward pass over all of them. ``"mean"``: this sum is divided by the number of rows, so that the length of
-            a step does not depend on how many requests happened to meet. Gradients of inputs are never scaled.
+            a step does not depend on the number of requests in a batch. Gradients of inputs are never scaled.
         accumulate_steps: the number of batches whose gradients make one update.
         clip_grad_norm: the largest 2-norm of all parameters' gradients together, after the reduction; longer ones are
             scaled down to it.
@@ -82,7 +83,7 @@ class ExpertBackend(nn.Module):
 
     Serving a batch clears gradients that were left in ``.grad`` of the module's parameters. A backend can be moved to
     another device, but not converted to another dtype, since clients have been given its schemas: convert the expert
-    before.
+    first.
 
     An expert that draws random numbers (dropout) draws different ones in the backward pass and the forward pass.
 
@@ -240,8 +241,8 @@ class ExpertBackend(nn.Module):
 
         Without rows, the outputs have no rows either, and the expert is not called. The expert works on copies of the
         inputs, so the inputs do not change. Results that share memory with its parameters and buffers are copied.
-        Results in other memory that it keeps (a cache) are copied on the way through a pool, and returned uncopied by a
-        direct call.
+        Results in other memory that the expert keeps (a cache) are copied on the way through a pool, but returned
+        uncopied by a direct call.
 
         Raises:
             ValueError: a wrong number of inputs, or outputs that do not match the schema.
@@ -253,19 +254,20 @@ class ExpertBackend(nn.Module):
         return in_plain_state(False, self._run_alone, self._run_forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return gradients for the flat inputs, and update the expert.
+        """Update the expert, and return gradients for the flat inputs.
 
         The expert runs again on the inputs, and its results are differentiated. The update uses only the parameters'
-        gradients of this batch, unless they are to accumulate; none is left behind in any case.
+        gradients from this batch, or with ``accumulate_steps`` from the last batches. No gradients are left in
+        ``.grad``.
 
         Args:
             inputs: the flat inputs, then a gradient for each tensor among the flat outputs, of its shape. Gradients for
                 integer outputs are ignored.
 
         Returns:
-            For each input a tensor of its shape and dtype on its device: the gradient, or zeros for an input that has
-            no influence or cannot be differentiated (integers). Zeros and not None, because the rows of a batch's
-            result go to many requests, and None has no rows.
+            For each input a tensor of its shape and dtype on its device: the gradient, or zeros for an input that does
+            not influence the outputs or cannot be differentiated (integers). Zeros and not None, because the rows of a
+            batch's result go to many requests, and None has no rows.
 
         Raises:
             ValueError: a wrong number of tensors, or outputs that do not match the schema.
@@ -280,7 +282,7 @@ class ExpertBackend(nn.Module):
             return in_plain_state(True, self._run_alone, self._run_backward, inputs)
 
     def apply_gradients(self) -> None:
-        """Update the expert: one step of the optimizer, then one of the scheduler. Meant to be overridden.
+        """Update the expert: one step of the optimizer, then one of the scheduler. Subclasses may override this.
 
         The backward pass calls this once per batch (or every ``accumulate_steps`` batches), while no other pass runs.
         The gradients are in ``.grad`` of the parameters: reduced, checked and clipped according to the options.
@@ -358,14 +360,14 @@ class ExpertBackend(nn.Module):
         return type(self).apply_gradients is not ExpertBackend.apply_gradients
 
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
-        """Return the tensors that may hold a gradient: parameters of the expert and those in the optimizer."""
+        """Return the parameters that may have a gradient: those of the expert, and those in the optimizer."""
         if not self._expert_device.is_current(self.expert):
             self._look_again()
         found = dict.fromkeys(self._expert_device.parameters)
         found.update(dict.fromkeys(optimized(self.opt)))
         return list(found)
 
-    # --- its state, between two updates: no pass runs meanwhile ---
+    # --- the state, read and loaded between two updates: no pass runs meanwhile ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of expert, optimizer and scheduler between two updates.
@@ -386,8 +388,8 @@ class ExpertBackend(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the result of :meth:`state_dict`, between two updates. Accumulated gradients are dropped.
 
-        The states of optimizer and scheduler are loaded if both sides have one: a backend without an optimizer
-        can load the state of one that trains, and the other way round.
+        The states of optimizer and scheduler are loaded if both sides have one: a backend without an optimizer can load
+        the state of one that trains, and vice versa.
         """
         with self._lock:
             return super().load_state_dict(*args, **kwargs)
@@ -403,7 +405,7 @@ class ExpertBackend(nn.Module):
             self._rule.forget()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         missing_keys = args[1]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # the plain module's state: nothing is missing
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a plain module's state, which has no extra state
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -426,7 +428,7 @@ class ExpertBackend(nn.Module):
         return [(name, one) for name, one in pairs if hasattr(one, "state_dict")]
 
     def train(self, mode: bool = True) -> Self:
-        """Set the expert's mode, between two batches."""
+        """Set the training mode of the backend and its expert, between two batches."""
         with self._lock:
             return super().train(mode)
 

@@ -20,7 +20,7 @@ class BatchTensorProto:
     """The type of a tensor whose first dimension counts rows: its dtype and all dimensions except the first.
 
     Args:
-        size: the dimensions after the first, or one sequence of them; none for a tensor with one number per row.
+        size: the dimensions after the first, or one sequence of them; none for a tensor with one element per row.
         dtype: dtype of the elements; None is torch's default dtype at this moment.
         device: the device where :meth:`make_empty` puts tensors and where a tensor must be to match; None: any device.
         layout: the memory layout of the tensor.
@@ -32,7 +32,7 @@ class BatchTensorProto:
         ValueError: a negative size, or ``requires_grad`` for a dtype that has no gradients.
         TypeError: a size that is not an integer, or an argument that is not a dtype, device or layout.
 
-    Two prototypes are equal if all of these are equal; they are hashable, can be pickled, and never change.
+    Two prototypes are equal if all their arguments are equal; they are hashable, can be pickled, and never change.
 
     Example:
         >>> proto = pymoe.BatchTensorProto(8, dtype=torch.float32)  # any number of rows with 8 numbers each
@@ -172,7 +172,7 @@ class BatchTensorProto:
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
-    """Return whether autograd differentiates in this dtype."""
+    """Return whether tensors of this dtype can have gradients."""
     return dtype.is_floating_point or dtype.is_complex
 
 

@@ -1,4 +1,4 @@
-"""A served expert inside a model: its forward and backward passes are requests."""
+"""A module that stands for a served expert in a model: its forward and backward passes are requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 UNSERVED_WARNING_DELAY_S = 2.0
 """Seconds after which a client without a timeout warns that no runtime serves its pool."""
 
-# Attributes that copies of a client share: the server, and its description of itself.
+# Attributes that copies of a client share: the backend, its pools and its schemas.
 SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
 
 
@@ -29,10 +29,10 @@ class ExpertClient(nn.Module):
 
     ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
     pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
-    expert. The expert therefore trains with every model that contains it. Its parameters do not belong to the client:
-    the client has none, and a model's optimizer does not update them. The update happens even if no input requires a
-    gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and
-    updates the expert too. There are no second derivatives through it.
+    expert. The expert therefore trains with every model that contains it. The client has no parameters, so an optimizer
+    of the model does not update the expert's. The update happens even if no input requires a gradient, but not under
+    ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and updates the expert too.
+    There are no second derivatives through it.
 
     Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
     (``copy.deepcopy`` of the model around it) sends its requests to the same backend. Outputs are views of their batch:
@@ -57,7 +57,8 @@ class ExpertClient(nn.Module):
         TypeError: arguments that the expert does not take, a missing tensor, or another dtype.
         ValueError: a tensor of another shape, tensors of different numbers of rows, or a value that differs from the
             schema's constant.
-        TimeoutError: not answered in time. The request is cancelled; if it has begun, it ends without its client.
+        TimeoutError: not answered in time. The request is cancelled; if it has begun, it runs on, and its result is
+            dropped.
         Exception: any exception of the expert.
 
     Example:
@@ -78,7 +79,7 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        # not a submodule, since its parameters belong to the server; modules do not look into a tuple
+        # In a tuple, the backend does not become a submodule, whose parameters would be the client's.
         self._backend = (backend,)
         self._warned = False
 
@@ -93,7 +94,7 @@ class ExpertClient(nn.Module):
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request without waiting for the answer; ``result()`` or ``await`` of the returned call gets it.
+        """Send the request without waiting for the answer; get it with ``result()`` or ``await`` of the returned call.
 
         The tensors must not be changed before the call has its result.
         """
@@ -113,7 +114,11 @@ class ExpertClient(nn.Module):
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
         """Return the caller's result for the flat ``outputs``, as part of the autograd graph if grad mode is on.
 
-        ``versions``: the version counters of the inputs when they were sent; None means now.
+        ``versions`` are the version counters that the inputs had when they were sent, to detect in-place changes since
+        then; None for no check.
+
+        Raises:
+            RuntimeError: an input was changed in place, and a graph is needed.
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
@@ -125,7 +130,7 @@ class ExpertClient(nn.Module):
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of the flat inputs that are ``needed``, from the backward pool."""
+        """Request gradients from the backward pool, which updates the expert; return None for those not ``needed``."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -150,8 +155,9 @@ class ExpertClient(nn.Module):
             raise
 
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
-        """Wait for a while, then warn of a likely cause. (A thread that waits with a time limit never runs a batch
-        itself.)
+        """Wait for a short time, then warn if the request is not done and no runtime serves the pool.
+
+        (A thread that waits with a time limit never runs a batch itself.)
         """
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
@@ -187,8 +193,8 @@ class ExpertClient(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return an iterator over no parameters, and warn: an optimizer of a client would train nothing.
 
-        Models that hold clients have their own parameters as always, without a warning, and so does code that asks each
-        module for its own parameters alone, as DDP does.
+        There is no warning for ``parameters()`` of a model that contains clients, nor with ``recurse=False``, as DDP
+        calls it on each module.
         """
         if recurse:
             warnings.warn(
@@ -215,7 +221,7 @@ class PendingCall:
         self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
-        """Wait for the expert's outputs. They are part of a graph if grad mode is on in this call.
+        """Wait for the expert's outputs and return them, as part of an autograd graph if grad mode is on here.
 
         Everything that ends the wait early (the client's timeout, Ctrl-C) cancels the request.
         """
@@ -244,7 +250,8 @@ Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]]
 
 
 class ServedCall(torch.autograd.Function):
-    """The graph's node for a call: its outputs exist already, its backward pass is a request for ``gradients``.
+    """The autograd node of a call: its outputs exist already, and its backward pass calls ``gradients``, which asks for
+    the inputs' gradients.
 
     ``anchor`` requires a gradient even if no input does, so that experts in a model's first layer are trained too.
     """
@@ -264,16 +271,16 @@ class ServedCall(torch.autograd.Function):
         of_tensors = [grad for grad, is_tensor in zip(grad_outputs, ctx.is_tensor, strict=True) if is_tensor]
         with torch.no_grad():
             gradients = ctx.gradients(ctx.saved_tensors, of_tensors, ctx.needs_input_grad[3:])
-        # For create_graph=True, even if no gradient that arrives has a history: the expert has a second derivative.
+        # Under create_graph=True, even if no incoming gradient has a history: the expert itself is not linear.
         return None, None, None, *(once_only("a served expert", gradients) if torch.is_grad_enabled() else gradients)
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
     """Return aliases of ``outputs`` for a node's forward: the request's result must not become part of the graph.
 
-    An output that overlaps with an earlier one becomes a view of it. If one of them is changed in place and the other
-    used afterwards, autograd raises an error instead of computing with old values. If it cannot be a plain view
-    (because of another dtype, or conjugated or negated), it is cloned.
+    An output that overlaps with an earlier one becomes a view of the earlier one. If one of the two is changed in place
+    and the other is used afterwards, autograd raises an error instead of computing with old values. An output that
+    cannot be a plain view (because it has another dtype, or is conjugated or negated) is cloned.
     """
     made: list[Any] = []
     for place, output in enumerate(outputs):
@@ -291,7 +298,7 @@ def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Return whether the two share an element in memory, or True if that is hard to find out."""
+    """Return whether the two tensors share an element in memory, or True if that is hard to determine."""
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
         return False
     if not (first.numel() and second.numel()):
@@ -312,7 +319,7 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
 
 
 def _extent(tensor: Tensor) -> range:
-    """Return the range of bytes in its storage from its first to its last element."""
+    """Return the range of bytes in the tensor's storage from its first to its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + (last + 1) * tensor.itemsize)

@@ -1,4 +1,4 @@
-"""Runs an expert on copies of clients' tensors, and differentiates it."""
+"""Copies clients' tensors for a call of an expert, and differentiates the call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pymoe.runtime.batch_tensor_proto import has_gradient
 def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies for a call of an expert, so that the caller's inputs stay unchanged whatever the expert does.
 
-    An expert may work in place in some calls and not in others (a mode, a counter, the values), through ``.data`` or
-    numpy, which do not change the version counter. So all inputs are always copied. The copies are not leaves of
-    autograd, because it refuses in-place changes of leaves.
+    An expert may change its inputs in only some calls, depending on a mode, a counter or the values, and through
+    ``.data`` or numpy, which do not change the version counter. So all inputs are always copied. The copies are not
+    leaves of autograd, because autograd refuses in-place changes of leaves.
     """
     return [tensor.clone() for tensor in tensors]
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return the same values outside of any graph; the result collects a gradient if its dtype has any."""
+    """Return the same values outside of any graph; the result collects a gradient if its dtype can have one."""
     if tensor.is_inference():  # autograd cannot save a tensor made in inference mode
         tensor = tensor.clone()
     leaf = tensor.detach()
@@ -34,8 +34,8 @@ def run_backward_pass(
 ) -> tuple[Tensor, ...]:
     """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``.
 
-    The whole pass runs on this thread. Otherwise autograd runs nodes whose gradients are on a GPU on its one thread for
-    the GPU, and if a client's node waits there for this pass, it would wait forever.
+    The whole pass runs on this thread. Otherwise autograd would run nodes whose gradients are on a GPU on its only
+    thread for that GPU, where the node of a client that waits for this pass would block it forever.
     """
     roots, grads = [], []
     for output, grad in zip(outputs, grad_outputs, strict=True):
@@ -60,8 +60,9 @@ def run_backward_pass(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients in separate memory. Autograd may keep one as ``.grad`` and add to it in place, which would
-    change others.
+    """Return the gradients in separate memory.
+
+    Autograd may keep a gradient as ``.grad`` and add to it in place, which would change others in the same memory.
     """
     seen: set[int] = set()
     apart: list[Tensor | None] = []
@@ -89,7 +90,7 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """Run a backward pass with given gradients: the first one in a process spends 0.3 s on imports."""
+    """Run a backward pass with given gradients, since the first such pass in a process spends 0.3 s on imports."""
     global _autograd_is_warm
     if not _autograd_is_warm:
         with torch.inference_mode(False), torch.enable_grad():

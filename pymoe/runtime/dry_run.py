@@ -114,6 +114,6 @@ def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Itera
 
 
 def _gpus_of(module: nn.Module) -> list[int]:
-    """Return the indices of CUDA devices that hold a part of ``module``; it may draw from their generators."""
+    """Return the indices of CUDA devices with parts of ``module``, which may draw from these devices' generators."""
     tensors = [*module.parameters(), *module.buffers()]
     return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})

@@ -1,4 +1,4 @@
-"""Device of an expert's parameters and buffers; moves requests' tensors to it and results back."""
+"""The device of an expert; moves the tensors of requests to the device, and results back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 class ExpertDevice:
     """The device of an expert's first parameter, or buffer if it has none; any device for an expert without either.
 
-    Parameters keep their identity when their module is moved, so this follows the expert. It must be recreated after
-    parameters are replaced.
+    Parameters keep their identity when their module is moved, so this object follows the expert. It must be recreated
+    after parameters are replaced.
     """
 
     def __init__(self, expert: nn.Module) -> None:
@@ -60,7 +60,7 @@ class ExpertDevice:
     ) -> tuple[Any, ...]:
         """Run ``function`` on the tensors, moved to the expert's device, with its GPU as the current one.
 
-        Return its result, with tensors moved to the device of the first of the given ones.
+        Return the function's result, with the tensors in it moved to the device of ``tensors[0]``.
         """
         home = tensors[0].device
         device = self.device or home
@@ -74,13 +74,13 @@ class ExpertDevice:
                 leaves = function(tensors)
                 crossed |= {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home}
                 return tuple(leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            finally:  # a client may read the result and reuse its own tensors
+            finally:  # after this, a client may read the result and reuse its own tensors
                 for place in crossed:
                     if place.type == "cuda":
                         torch.cuda.current_stream(place).synchronize()
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the expert can use these tensors directly, and nothing else has to be set up."""
+        """Return whether a function can run on these tensors as they are, without :meth:`run`."""
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device
         for tensor in tensors:
@@ -90,7 +90,7 @@ class ExpertDevice:
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the begin and end of the memory of each tensor that has memory."""
+    """Return the first address of each tensor's memory and the address after its last byte."""
     found = set()
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):  # uninitialised, or a subclass without memory

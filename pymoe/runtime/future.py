@@ -1,7 +1,7 @@
 """Futures of requests, and waiting for many of them: the first, all, or each as it ends.
 
-A request has one future: if one of several tasks that await it is cancelled, it is cancelled for all of them (to
-prevent that, await ``asyncio.shield(asyncio.ensure_future(...))`` of it). (See awaiting.py.)
+A request has only one future: if one of several tasks that await it is cancelled, the request is cancelled for all of
+them (to prevent that, await ``asyncio.shield(asyncio.ensure_future(future))``).
 
 ``concurrent.futures.wait`` and ``as_completed`` accept these futures as well, with a lock for each; :func:`wait` and
 :func:`as_completed` accept the futures of any executor, at a lower cost.

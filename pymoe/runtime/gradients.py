@@ -16,7 +16,7 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A parameter's gradient holds NaN or infinity. Nothing was updated."""
+    """Raised for NaN or infinity in the gradient of a parameter. Nothing was updated."""
 
 
 class GradientRule:
@@ -53,10 +53,13 @@ class GradientRule:
         self._batches = 0
 
     def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
-        """Return whether an update is due; in this case ``.grad`` of the parameters holds its gradients.
+        """Accumulate, reduce and clip the gradients in ``.grad`` of the parameters; return whether an update is due.
 
-        Gradients are replaced and never changed in place, since autograd may have made them views of tensors that
-        clients sent. If this raises, nothing has been accumulated.
+        If it is, the gradients of the update are then in ``.grad``. Gradients are replaced and never changed in place,
+        since autograd may have made them views of tensors that clients sent.
+
+        Raises:
+            NonFiniteGradientError: see ``nonfinite_gradients``. The batch is not accumulated.
         """
         graded = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in graded if parameter.grad is not None]
@@ -98,8 +101,8 @@ class GradientRule:
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether no element of any of the tensors is NaN or infinite.
 
-    Sums decide it in a tenth of the time: a sum with NaN or infinity in it is never finite. A sum of finite values may
-    overflow too, so only in this case every element is checked.
+    Sums are computed first, which takes a tenth of the time: a sum that includes NaN or infinity is never finite. A sum
+    of finite values may overflow, too, so every element is checked if a sum is not finite.
     """
     sums = [tensor.detach().sum() for tensor in tensors]
     if any(total.device.type != "cpu" for total in sums):  # one wait for the device instead of one per tensor

@@ -1,4 +1,4 @@
-"""Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
+"""Defers Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from pymoe.runtime.timers import call_later
 
-DELAY_S = 0.01  # from the end of a block to its deferred Ctrl-C: time for the batch to return its results
+DELAY_S = 0.01  # time from the end of a block to its deferred Ctrl-C, in which the batch returns its results
 
 
 class uninterrupted:
-    """A block that defers Ctrl-C until shortly after its end. It has no effect on threads other than the main one.
+    """A context manager that defers Ctrl-C until shortly after its end. It has an effect only on the main thread.
 
-    A client that waits on the main thread may be running a batch for other clients too. An interrupt belongs to that
-    client and not to the batch: the batch returns to its queue and runs once more. So an update that is under way must
-    be neither left half done nor made twice. A second Ctrl-C is not deferred: the block may hang.
+    A client that waits on the main thread may be running a batch for other clients, too. An interrupt concerns that
+    client and not the batch: the batch returns to its queue and runs once more. So an update that is under way must be
+    neither left half done nor made twice. A second Ctrl-C is not deferred: the block may hang.
     """
 
-    # A class, since every batch enters one: a generator would cost one microsecond more.
+    # A class and not a generator function, which would cost every batch one microsecond more.
     _handler: Any = None
     _pending = False
 

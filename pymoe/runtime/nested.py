@@ -1,8 +1,8 @@
 """Nested structures: tuples, lists, named tuples and dicts of anything, and the order of their leaves.
 
-A leaf is anything else: a tensor, a prototype, a number, None. Leaves come in this order: items of a sequence in their
-order, and values of a dict by **sorted key**, so that two equal dicts have their leaves in the same order, however they
-were built. Keys that cannot be compared are sorted by the name of their type and their repr.
+A leaf is anything else: a tensor, a prototype, a number, None. Leaves are in this order: items of a sequence as given,
+and values of a dict by **sorted key**, so that two equal dicts have their leaves in the same order, however they were
+built. Keys that cannot be compared are sorted by the name of their type and their repr.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def nested_flatten(structure: Any) -> list[Any]:
 
 
 def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
-    """Return the leaves ``flat``, in order, in the structure of ``structure``. Undoes :func:`nested_flatten`.
+    """Return a copy of ``structure`` with its leaves replaced by ``flat``, in order. Undoes :func:`nested_flatten`.
 
     A packed dict has its keys in the order of the dict in ``structure``, and its type if that can be made from a dict.
 
@@ -55,9 +55,10 @@ def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others:
 
 
 def nested_compare(first: Any, second: Any) -> bool:
-    """Return whether both have the same structure: equal containers, lengths and keys, and leaves at the same places.
+    """Return whether both have the same structure: the same kinds of containers, with the same lengths and keys.
 
-    Leaves may differ. Lists, tuples and named tuples differ from each other; a subclass of dict equals a dict.
+    Leaves may differ. Lists, tuples and each type of named tuple are different kinds; all dicts are of the same kind,
+    including subclasses.
     """
     if _kind(first) is not _kind(second):
         return False

@@ -1,8 +1,8 @@
-"""A pool of backward passes that numbers the update of each row's gradient, and records applied requests.
+"""A pool of backward passes that says which update contains the gradient of a row, and which requests were applied.
 
-A program that saves an expert, and must know which requests the saved state contains, compares the number of a
-request's update with the number of the state. A request of several batches that failed has no such number, and some of
-its rows may have been applied.
+A program that saves an expert, and needs to determine which requests the saved state contains, compares the number of a
+request's update with the state's number of updates. A request of several batches that failed has no such number, and
+some of its rows may have been applied.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pymoe.runtime.task_pool import TaskPool
 
 
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
-    """Return another pool of the backend's backward pass, and a set: the IDs of the requests some of whose rows the
-    pool has applied.
+    """Return another pool of the backend's backward pass, and the set of the IDs of requests that it has applied, at
+    least in part.
 
     The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
     shape (rows,): an ID, the same in every row, or zeros for a request without one. The pool adds the ID to the set;
@@ -27,10 +27,10 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
 
     A result is the result of ``backend.backward_pool`` followed by an int64 tensor (rows,): the number of the update
     that contains, or with ``accumulate_steps`` will contain, the gradient of the row. A state whose ``updates`` is at
-    least this number contains the gradient. A batch that made no update, because its gradients were not finite and are
+    least this number contains the gradient. A batch that made no update, because its gradients were not finite and were
     skipped, has the number of the update before it. If a subclass has its own ``backward``, which counts no updates,
-    every batch counts as one. If such a ``backward`` raises, an update may have been made: the exception says that
-    nothing may run again, unless ``may_retry`` decides otherwise.
+    every batch counts as one. If such a ``backward`` raises, an update may have been made: the exception is marked so
+    that nothing runs again, unless the backend's ``may_retry`` allows it.
     """
     overridden = type(backend).backward is not ExpertBackend.backward
     counts_itself = not overridden or not backend.trains
@@ -38,7 +38,7 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
 
     def backward(*tensors_and_names: Tensor) -> tuple[Tensor, ...]:
         *tensors, names = tensors_and_names
-        with backend._lock:  # re-entrant; held so that no other pass runs between an update and reading its number
+        with backend._lock:  # re-entrant; held so that no other pass runs between an update and the read of its number
             before = backend.updates
             try:
                 gradients = backend.backward(*tensors)

@@ -20,10 +20,10 @@ from pymoe import _runtime
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return the lock to hold while these parameters are read or changed: backends that share any exclude each other.
 
-    Every parameter belongs to one re-entrant lock: the lock of the first backend that came with it. A backend whose
-    parameters belong to several locks holds them all, taken in the same order everywhere, so that two backends never
-    wait for each other. A pass that waits for another expert lends its locks to that expert, as if that one ran on its
-    thread.
+    Every parameter has exactly one re-entrant lock, that of the first backend with this parameter. A backend whose
+    parameters have several locks holds them all, taken in the same order everywhere, so that two backends never wait
+    for each other. A pass that waits for another expert lends its locks to that expert, as if the other expert ran on
+    the same thread.
     """
     parameters = list(parameters)
     with _registry:
@@ -33,7 +33,7 @@ def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
             if one not in _locks:
                 _locks[one] = numbered[0]
     locks = [lock for _, lock in numbered]
-    return locks[0] if len(locks) == 1 else _Together(locks)  # one lock itself: Ctrl-C may come within _Together
+    return locks[0] if len(locks) == 1 else _Together(locks)  # _Together may be interrupted by Ctrl-C
 
 
 class _Together:
@@ -55,12 +55,12 @@ _locks = WeakIdKeyDictionary()  # parameter -> (number, lock)
 
 
 def optimized(opt: Any) -> list[nn.Parameter]:
-    """Return the parameters in the groups of ``opt``; none for one without groups."""
+    """Return the parameters in the groups of ``opt``; an empty list if it has no groups."""
     return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
 
 
 def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
-    """Raise TypeError unless both are None or objects with a ``step()``, which takes no arguments if ``alone``."""
+    """Raise TypeError unless each is None or has a ``step()``, and if ``alone``, one that needs no arguments."""
     for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
         if one is None:
             continue
@@ -68,8 +68,8 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # Check the class's own step(): the function that schedulers put in its place has one argument too many in its
-        # signature.
+        # Check the class's own step(): schedulers replace the instance's with a function whose signature has one
+        # argument too many.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue
@@ -85,12 +85,13 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
 
 
 def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], before: Sequence[nn.Parameter]) -> None:
-    """Check that ``opt`` updates the ``parameters`` of expert ``name``, which were ``before`` at the last check.
+    """Check that ``opt`` updates the ``parameters`` of the expert ``name``.
+
+    Warn of parameters that require gradients, are not updated, and are not among those of the last check, ``before``.
+    Optimizers that are not torch's are not checked.
 
     Raises:
         ValueError: ``opt`` updates none of the parameters.
-
-    Warn of new parameters that require gradients and are not updated. Optimizers that are not torch's are not checked.
     """
     if not isinstance(opt, Optimizer):
         return

@@ -35,10 +35,10 @@ class RequestPool(Protocol):
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 
     def _try_submit(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request, or return None if that would have to wait for room."""
+        """Queue a request and return its future, or return None if there is no room now."""
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
-        """Queue a request once there is room, without blocking the event loop."""
+        """Queue a request once there is room, without blocking the event loop, and return its future."""
 
     def _idle_is_known(self) -> None:
         """Record that waiting clients have been told that no runtime serves this pool."""

@@ -1,4 +1,4 @@
-"""Requests of coroutines and mixtures, which wait for room in a full pool without blocking their thread."""
+"""A line in which requests of coroutines and mixtures wait for room in a full pool, without blocking a thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 
 
 class Place(concurrent.futures.Future):
-    """A place in the line for a full pool. Its result is the future of the request, once that has been submitted."""
+    """A place in the line for a full pool. Its result is the request's future, once the request has been submitted."""
 
     def __init__(self, line: RoomLine, timeout: float | None) -> None:
         super().__init__()
         self._line, self._timeout = line, timeout
 
     def leave(self) -> bool:
-        """Give up the place in the line, so that the request is never submitted. Return False if it has been submitted
-        already, or has failed.
+        """Give up the place in the line, so that the request is never submitted.
+
+        Return False if the request has been submitted already, or submitting it has failed.
         """
         left = self._line._leave(self)
         if left:
@@ -46,7 +47,7 @@ class Place(concurrent.futures.Future):
             raise
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Wait in an event loop; cancelling the task that awaits, and the end of the timeout, cancel the place."""
+        """Wait in an event loop. Cancelling the task, and running out of time, cancel the place."""
         return outcome(self, self._timeout)
 
 
@@ -62,8 +63,8 @@ class RoomLine:
     request waits, or when the pool has been closed.
 
     Args:
-        wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if it is
-            closed. It must not hold the pool, which may be dropped while the thread waits.
+        wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if the
+            pool is closed. It must not keep the pool alive, which may be dropped while the thread waits.
     """
 
     def __init__(self, wait_for_room: Callable[[], object]) -> None:
@@ -106,7 +107,7 @@ class RoomLine:
                 self._wait_for_room()
 
     def _submit_all(self) -> bool:
-        """Submit the requests in turn; return whether some are left, for which there is no room."""
+        """Submit the requests in turn while there is room; return whether any are left."""
         while True:
             error = future = None
             with self._lock:
@@ -117,7 +118,7 @@ class RoomLine:
                 try:
                     future = submit()
                 except BaseException as raised:
-                    error = raised.with_traceback(None)  # the traceback holds the tensors
+                    error = raised.with_traceback(None)  # the traceback would keep the tensors alive
                 if future is None and error is None:
                     self._waiting[place] = submit
                     self._waiting.move_to_end(place, last=False)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Runtime:
     """Threads that run the batches of pools, oldest request of all pools first.
 
-    Pools accept requests before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts
-    with them. Backends and pools may be added and removed meanwhile (:meth:`add`, :meth:`remove`). A runtime that is
+    Pools accept requests before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts with
+    them. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). A runtime that is
     dropped without a shutdown cancels queued requests and lets running batches end, as it does at interpreter exit.
 
     Args:
@@ -49,7 +49,8 @@ class Runtime:
 
     Raises:
         ValueError: no pool, fewer than one worker, or a stats_interval that is not a positive number.
-        TypeError: something is neither a pool nor a backend with pools, or ``device`` is given.
+        TypeError: something is neither a pool nor a backend with pools, ``device`` is given, or ``num_workers`` is not
+            an integer.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x.square(), name="square")
@@ -95,7 +96,7 @@ class Runtime:
         self._idle = threading.Event()
         self.num_workers = num_workers
         self._changes = threading.RLock()  # held while the runtime starts, adds or removes
-        self._leaving: list[TaskPool] = []  # pools that are being removed, once per waiting caller
+        self._leaving: list[TaskPool] = []  # pools that are being removed, once per call of remove()
         self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)
@@ -129,7 +130,7 @@ class Runtime:
             self.shutdown(drain=False)
             raise
         self.ready.set()
-        if not self.running:  # another thread has shut it down meanwhile
+        if not self.running:  # another thread has shut it down in the meantime
             self.ready.clear()
 
     def run(self) -> None:
@@ -161,7 +162,7 @@ class Runtime:
         self._idle.set()
 
     def add(self, backend_or_pool: Any) -> None:
-        """Serve another backend or pool as well, from now on if the runtime runs; one that is already served stays.
+        """Add a backend or pool, which is served from now on if the runtime runs. One that is already served stays.
 
         A pool that :meth:`remove` has closed, before it timed out or was interrupted, is opened again.
 
@@ -274,7 +275,7 @@ def _warn_of_equal_names(new: Iterable[TaskPool], others: Iterable[TaskPool], st
 
 
 def members_of(backends_or_pools: Any) -> list[Any]:
-    """Return the list of backends and pools to serve; a single one becomes a list of one."""
+    """Return the backends and pools to serve as a list; raise TypeError if the argument can contain none."""
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
         return [backends_or_pools]
     if isinstance(backends_or_pools, Mapping):
@@ -285,7 +286,7 @@ def members_of(backends_or_pools: Any) -> list[Any]:
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """Return the pools of a backend, or a pool as the only one."""
+    """Return the pools of a backend, or the pool itself in a list; raise TypeError for anything else."""
     if isinstance(backend, TaskPool):
         return [backend]
     get_pools = getattr(backend, "get_pools", None)

@@ -1,4 +1,4 @@
-"""Converts arguments and results of a served expert to flat tensors and back; all code that names them is here.
+"""Converts arguments and results of a served expert to flat tensors and back.
 
 Pools carry flat tuples of tensors. *Flat* is the order of :func:`~pymoe.runtime.nested_flatten`: positional arguments,
 then keyword arguments by name. A request is checked in two steps: :meth:`RequestSchema.flatten_arguments` checks the
@@ -39,12 +39,12 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """Converts arguments and outputs of the expert ``name`` between their structures and flat tensors.
 
-    The usual case (tensors as arguments, one tensor as the output) takes a shortcut everywhere: the general path takes
-    longer than many experts take for one row. Leaves of the schemas are prototypes or constants.
+    The usual case (tensors as arguments, one tensor as the output) has a shortcut everywhere: the general path takes
+    longer than many experts need for one row. Leaves of the schemas are prototypes or constants.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.
-        outputs: the prototypes of the tensors among the flat outputs.
+        outputs: the prototypes of the tensors among the flat outputs, without a device.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RequestSchema:
         """Return the flat inputs, cast to the schema's dtypes under autocast. The pool checks the tensors later.
 
         Raises:
-            TypeError: arguments that the schema does not have, or a tensor for a constant.
+            TypeError: the arguments have another structure than the schema, or a tensor is given for a constant.
             ValueError: a value that differs from the schema's constant.
         """
         if self._one_argument and len(args) == 1 and not kwargs:
@@ -89,7 +89,7 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if is_any_autocast_enabled():  # torch's public functions each ask about one device only
+        if is_any_autocast_enabled():  # torch's public function asks about a single type of device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 
@@ -106,7 +106,7 @@ class RequestSchema:
         return args, kwargs
 
     def check_inputs(self, tensors: Sequence[Any]) -> int:
-        """Return the number of rows of the flat inputs, for callers that read the tensors before a pool does.
+        """Check the flat inputs and return their number of rows, for callers that read the tensors before a pool does.
 
         Raises:
             TypeError: something that is not a tensor, or of another dtype than the schema's.
@@ -122,7 +122,7 @@ class RequestSchema:
         return rows[0]
 
     def check_count(self, what: str, tensors: Sequence[Any], expected: int) -> None:
-        """Raise ValueError unless there are as many tensors as ``what`` takes, the first with rows."""
+        """Raise ValueError unless there are ``expected`` tensors and the first has rows; ``what`` names the pass."""
         if len(tensors) != expected:
             raise ValueError(f"{self.name}: {what} takes {expected} tensors, got {len(tensors)}")
         if tensors[0].dim() == 0:
@@ -207,7 +207,7 @@ class RequestSchema:
 
 
 def under_autocast(tensor: Any, proto: BatchTensorProto) -> Any:
-    """Return ``tensor`` in the dtype of ``proto`` if autocast is on, as for an operation with a fixed dtype."""
+    """Return a floating-point ``tensor`` in the dtype of ``proto`` if autocast is on; otherwise return it unchanged."""
     if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
         return tensor
     return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor

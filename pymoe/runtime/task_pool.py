@@ -57,22 +57,22 @@ class TaskPool(_runtime.TaskPool):
 
     Any number of threads and coroutines call :meth:`submit_task`. A :class:`Runtime` takes queued requests, oldest
     first, concatenates the rows of as many requests as fit, calls ``process_func`` once, and gives every request its
-    own rows of the result. Several tasks can await a future; cancelling one of them cancels the request for
-    all. It can stand in for a ``concurrent.futures.Future``. Requests of different dtypes, devices or row shapes never
+    own rows of the result. A request's future can stand in for a ``concurrent.futures.Future``. Several tasks can await
+    it; cancelling one of them cancels the request for all. Requests of different dtypes, devices or row shapes never
     share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
     ready there. A client that uses another stream must make the default stream wait for its stream before it submits.
     Before it reads a result, it must make its stream wait for the default stream, and call ``record_stream`` of the
     result. It may drop submitted tensors once the request is done.
 
     Args:
-        process_func: called with one tensor per position, the rows of all requests one after the other in dimension
-            0; the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with
-            as many rows. A request's result has the same structure, with views of its own rows of a copy of each
-            tensor, so that clients may change their results even if the function keeps its own
-            (tensors that share memory with each other are not copied). Leaves that are not tensors go to every request
-            unchanged. Keeping or saving such a view keeps or saves the rows of the whole batch: use ``clone()`` for
-            what must last. It runs with gradients enabled, on a worker of the runtime
-            or on a thread that waits for a result. Its exception is raised by every request of the batch.
+        process_func: called with one tensor per position, the rows of all requests one after the other in dimension 0;
+            the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with as
+            many rows. A request's result has the same structure. Its tensors are views of the request's rows in a copy
+            of each tensor, so that clients may change their results even if the function keeps its own (tensors that
+            share memory with each other are not copied). Keeping or saving such a view keeps or saves the rows of the
+            whole batch: use ``clone()`` for what must last. Leaves that are not tensors go to every request unchanged.
+            The function runs with gradients enabled, on a worker of the runtime or on a thread that waits for a result.
+            Every request of the batch raises its exception.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: number of rows to wait for, as long as ``timeout`` allows.
         max_batch_size: largest number of rows of a batch. A larger request is split over several batches, and its
@@ -83,8 +83,8 @@ class TaskPool(_runtime.TaskPool):
             never waits. 0 turns it off.
         priority: head start in seconds over the requests of other pools.
         isolate: run a batch that raised again in halves, so that only a bad request fails. Use it only for functions
-            that change nothing if they raise; an exception after which nothing may run again says so with an attribute
-            ``pymoe_may_retry = False``.
+            that change nothing if they raise. An exception with the attribute ``pymoe_may_retry = False`` prevents
+            another run.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
         schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
@@ -93,7 +93,9 @@ class TaskPool(_runtime.TaskPool):
 
     Raises:
         ValueError: sizes, times or ``on_full`` are invalid.
-        TypeError: ``process_func`` cannot be called, or there is no name, or an option that does not exist.
+        OverflowError: a size is above 2**31 - 1.
+        TypeError: ``process_func`` cannot be called, there is no name, an option does not exist, or a size or time is
+            not a number.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x + 1, name="increment", max_batch_size=64)
@@ -172,7 +174,7 @@ class TaskPool(_runtime.TaskPool):
         return self._statistics()["queued"] == 0
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit and wait for the result; takes and raises the same as :meth:`submit_task` and :meth:`Future.result`.
+        """Submit a request and return its result; raises the same as :meth:`submit_task` and :meth:`Future.result`.
 
         Args:
             tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
@@ -182,7 +184,7 @@ class TaskPool(_runtime.TaskPool):
         return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit and await the result, without blocking the event loop while the queue is full.
+        """Submit a request and await its result, without blocking the event loop while the queue is full.
 
         Raises the same as :meth:`submit_task` and :meth:`Future.result`. Cancelling the task that awaits cancels the
         request.

@@ -1,7 +1,7 @@
 """Functions that are called after a time: deadlines of requests, pauses between attempts, deferred interrupts.
 
 All timers of a process share one daemon thread, which waits until the first of them is due. Before it calls that
-timer's function it lets another thread wait for the rest, so a function may block, or wait for another timer, without
+timer's function, it has another thread wait for the rest, so a function may block, or wait for another timer, without
 delaying any timer. A thread that has found nothing to do for a minute ends, unless no other thread waits for a timer.
 
 Most deadlines are reset or cancelled long before they pass, so both cost little: they do not wake the waiting thread.
@@ -22,7 +22,7 @@ IDLE_S = 60.0
 """Seconds without a timer after which a thread ends."""
 NEVER = float("inf")
 
-_changed = threading.Condition()  # guards all of these; reentrant, since the garbage collector may cancel a timer
+_changed = threading.Condition()  # guards the names below; reentrant, since the garbage collector may cancel a timer
 _due: dict[TimerHandle, float] = {}  # when a function is to be called, on the monotonic clock
 _watching: set[threading.Thread] = set()  # threads that wait for a timer, or were started or woken to do so
 _wakes = NEVER  # latest time at which a waiting thread wakes up
@@ -39,11 +39,12 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class TimerHandle:
-    """Calls a function once when its time has come, on a thread of timers. Thread-safe.
+    """Calls a function once at a given time, on a thread of timers. Thread-safe.
 
-    Each :meth:`reset` sets a time at which the function is called once, unless :meth:`cancel` or another :meth:`reset`
-    comes before the call begins; both return whether they did. A timer may be reset while its function runs; if it is
-    due again before the function has returned, two threads run it. Its exceptions go to ``threading.excepthook``.
+    Each :meth:`reset` sets a time at which the function is called once. :meth:`cancel`, and another :meth:`reset`, undo
+    this unless the call has begun; both return whether they undid one. A timer may be reset while its function runs; if
+    the timer is due again before the function has returned, two threads run the function. Exceptions of the function go
+    to ``threading.excepthook``.
     """
 
     __slots__ = ("_arguments", "_function")
@@ -104,7 +105,7 @@ def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _let_a_thread_look() -> None:
-    """Wake a waiting thread, or start one, to look at the timers. Call it with the lock held."""
+    """Wake a waiting thread, or start one, to look at the timers. The caller must hold the lock."""
     if _watching:
         _changed.notify()
         return
@@ -112,7 +113,7 @@ def _let_a_thread_look() -> None:
     try:
         _watching.add(thread)
         thread.start()
-    except BaseException:  # after Ctrl-C the thread may have been started: at worst there is one too many
+    except BaseException:  # after Ctrl-C, the thread may run nevertheless: then there is one too many
         _watching.discard(thread)
         raise
 
@@ -120,11 +121,11 @@ def _let_a_thread_look() -> None:
 def _run() -> None:
     while (timer := _next()) is not None:
         timer._call()
-        del timer  # otherwise it would be kept, with what its function holds, until the next timer is due
+        del timer  # do not keep it, and what its function references, until the next timer is due
 
 
 def _next() -> TimerHandle | None:
-    """Wait until a timer is due, and take it; return None if this thread has nothing to do."""
+    """Wait until a timer is due, and remove and return it; return None if this thread should end."""
     global _wakes
     thread, begun = threading.current_thread(), time.monotonic()
     with _changed:

@@ -2,7 +2,7 @@
 
     python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER]
 
-shows the pools of every process of this user whose runtime has a monitor (``Runtime(..., monitor=True)``, or
+shows the pools of every process of this user that runs a runtime with a monitor (``Runtime(..., monitor=True)``, or
 ``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table. ``python -m pymoe.remote top HOST:PORT``
 shows a server, on any machine, in the same way. In the program itself,
 
@@ -114,11 +114,11 @@ READ: dict[str, Callable[[Any], Any]] = {
     "Distribution": lambda one: from_dict(Distribution, one),
     "tuple[Bucket, ...]": lambda several: tuple(from_dict(Bucket, one) for one in several),
 }
-"""Functions that read a field of these classes, by its type."""
+"""Functions that read a field of the dataclasses of statistics, by the name of the field's type."""
 
 
 class Watched:
-    """The monitors in a folder, which may change, or one socket."""
+    """The monitors at the sockets in a folder, which may change, or at one socket."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -259,7 +259,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports one after the other, and says once if there are none."""
+    """Return a function that prints reports one after the other. It says only once that there are none."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
@@ -293,7 +293,7 @@ def coloured(reports: Sequence[Report], width: int) -> Any:
 
 
 def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
-    """Return the columns that fit: the least important ones are dropped until the rest fits."""
+    """Return the columns to show: the least important ones are dropped until the rest fits into ``width``."""
     widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
         if sum(widths.values()) <= width + 2:

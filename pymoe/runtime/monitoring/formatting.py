@@ -24,13 +24,13 @@ def number(value: float) -> str:
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Return the number of requests without a result, by reason; reasons without any are omitted."""
+    """Return the number of requests without a result, by reason; reasons that did not occur are omitted."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 
 
 def is_busy(stats: PoolStats) -> bool:
-    """Return whether anything happened recently or is waiting."""
+    """Return whether the statistics contain any request or batch, done or pending."""
     return bool(stats.submitted or stats.batches or stats.queued or stats.running or lost(stats))
 
 
@@ -50,7 +50,7 @@ def line(stats: PoolStats) -> str:
 
 
 def histogram(buckets: Sequence[Bucket]) -> str:
-    """Return batches of 1 row, 2 to 3 rows, 4 to 7 rows, … as bars; a count above zero is always visible."""
+    """Return the numbers of batches of 1 row, 2 to 3 rows, 4 to 7 rows, … as bars; one above zero is always visible."""
     counts: list[int] = []
     for one in buckets:
         power = max(0, int(one.low).bit_length() - 1)
@@ -85,7 +85,7 @@ COLUMNS = (
 
 
 def table(pools: Iterable[PoolStats]) -> str:
-    """Return lines of equal width under a heading."""
+    """Return a table as text: a line of headings, then one line for each pool."""
     rows = [[column.heading for column in COLUMNS], *([column.cell(pool) for column in COLUMNS] for pool in pools)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(

@@ -16,14 +16,14 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class Observers:
-    """The log and the monitor of one runtime. They hold no reference to it, and to its pools only if enabled.
+    """The log and the monitor of one runtime. They hold no reference to the runtime, and to its pools only if enabled.
 
     Args:
-        pools: the runtime's pools, which may come and go.
+        pools: the runtime's pools, which may be added and removed.
         stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
             anything to do); None for none.
-        monitor: True, or a folder: serve the pools' numbers on a Unix socket there (``socket_server.py``); None: if the
-            environment variable ``PYMOE_MONITOR`` asks for it; False: never.
+        monitor: a folder: serve the pools' numbers on a Unix socket in it (``socket_server.py``); True: in the default
+            folder; None: only if the environment variable ``PYMOE_MONITOR`` asks for it; False: never.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class Observers:
         """Start the log and the monitor if they are enabled.
 
         Raises:
-            OSError: the monitor cannot listen. If only the environment asks for it, a warning takes the place of the
-                error.
+            OSError: the monitor cannot listen. If only the environment asks for the monitor, this is logged instead.
         """
         if self._monitor:
             try:

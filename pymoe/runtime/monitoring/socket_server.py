@@ -3,10 +3,10 @@
 ``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
 folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
 ``monitor=FOLDER``, or ``PYMOE_MONITOR=FOLDER``, uses another folder. Nothing listens on a network. Only this user (and
-root) may connect: the socket has mode 0600, and the user who connects is checked if the system tells it.
+root) may connect: the socket has mode 0600, and the connecting user is checked where the system reports it.
 
-The protocol: for each line that it gets, the server sends one line of JSON, with the numbers since the line before on
-this connection. Of the received bytes, only the ends of lines matter.
+The protocol: for each line that it receives, the server sends one line of JSON, with the numbers since the previous
+line of this connection. The server ignores what the received lines contain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_VIEWERS = 16
 VIEWER_TIMEOUT_S = 1.0
 """Seconds without reading after which the connection of a viewer is closed."""
 ACCEPT_RETRY_S = 0.2
-"""Seconds to wait after the system refused a connection, for example for lack of files, before the next accept."""
+"""Seconds until the next accept after the system refused one, for example for lack of file descriptors."""
 SUFFIX = ".sock"
 _numbers = itertools.count(1)
 
@@ -53,7 +53,7 @@ def private_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, or raise PermissionError if other users could have put something there."""
+    """Make the folder if it does not exist; raise PermissionError unless only this user owns it and may write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -61,7 +61,7 @@ def make_private(folder: Path) -> None:
 
 
 class Monitor:
-    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a thread of its own."""
+    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a separate thread."""
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
@@ -73,7 +73,7 @@ class Monitor:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Listen; raise OSError if that is impossible."""
+        """Start to listen, unless the monitor listens already; raise OSError if that is impossible."""
         with self._lock:
             if self._thread is None:
                 self._listen()
@@ -83,7 +83,7 @@ class Monitor:
         make_private(folder)
         self._process = os.getpid()
         path = folder / f"{self._process}-{next(_numbers)}{SUFFIX}"
-        path.unlink(missing_ok=True)  # left by a process that had the same number and did not end properly
+        path.unlink(missing_ok=True)  # left by a process that had the same ID and did not end properly
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(path))
@@ -155,7 +155,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Send the numbers if a line has arrived; return False if the viewer has gone."""
+    """Receive from the viewer, and send the numbers if a line has arrived; return False if the viewer has gone."""
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
@@ -166,7 +166,7 @@ def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
 
 
 def report(reader: StatsReader, began: float) -> dict[str, Any]:
-    """Return the report for a viewer."""
+    """Return the report that is sent to a viewer as JSON."""
     return {
         "format": FORMAT,
         "pid": os.getpid(),

@@ -1,7 +1,7 @@
 """Statistics of a runtime's pools: :class:`PoolStats`, made from the counters of the native pools.
 
 A native pool counts with relaxed atomics and has one method, ``_statistics()``, which returns a :class:`Snapshot`.
-Quantiles, means and rates are computed here, by the reader of the numbers, and not where requests are served.
+Quantiles, means and rates are computed here, on the thread that reads the numbers, not on those that serve requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class Bucket:
 
 @dataclass(frozen=True, repr=False)
 class Distribution:
-    """Times in seconds (or sizes in rows); quantiles are off by a quarter at most, mean and ``max`` are exact."""
+    """A distribution of times in seconds or of sizes in rows.
+
+    Quantiles are off by a quarter at most. The mean is exact, and so is ``max`` unless the reader has ``recent`` set.
+    """
 
     count: int
     mean: float
@@ -92,7 +95,7 @@ class PoolStats:
     latency: Distribution
     """Seconds from a request's submission to its result."""
     requests_per_second: float
-    """Requests completed or failed, per second since the reader's previous call, or since its start."""
+    """Requests completed or failed, per second since the reader's previous call, or since the reader was made."""
     rows_per_second: float
 
     def __repr__(self) -> str:
@@ -131,16 +134,16 @@ class ServedPools:
 
 
 def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
-    """Return the live set of pools of ``runtime``, or its attribute ``pools``."""
+    """Return the live set of pools of ``runtime``, or if it has none, its attribute ``pools``."""
     found: Iterable[Pool] | ServedPools = getattr(runtime, "_served", runtime.pools)
     return found
 
 
 class StatsReader:
-    """Reads pools repeatedly; rates are since its previous call. Readers are independent of each other.
+    """Reads pools repeatedly; rates cover the time since the previous :meth:`read`. Readers are independent.
 
     Args:
-        pools: the pools to read; if several pools have one name, the later ones get ``#2``, ``#3``, … appended.
+        pools: the pools to read; if several pools have the same name, the later ones get ``#2``, ``#3``, … appended.
         recent: counts and distributions since the previous call only (``max`` is then the end of the last bucket, and
             at most the largest value ever seen).
     """
@@ -175,7 +178,7 @@ class StatsReader:
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
-    """Return the name of each pool: the ``known`` one, or its own, with a number appended if that is taken."""
+    """Return the name to show for each pool: the ``known`` one, or the pool's own, with a number if that is taken."""
     result: dict[Pool, str] = {}
     taken = set(known.values())
     for pool in pools:
