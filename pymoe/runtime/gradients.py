@@ -59,7 +59,9 @@ class GradientRule:
         since autograd may have made them views of tensors that clients sent.
 
         Raises:
-            NonFiniteGradientError: see ``nonfinite_gradients``. The batch is not accumulated.
+            NonFiniteGradientError: see ``nonfinite_gradients``. A batch with such a gradient is not accumulated; if only
+                the norm of the sums is not finite, all accumulated batches are dropped, since with them no later update
+                could be made.
         """
         graded = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in graded if parameter.grad is not None]
@@ -81,20 +83,21 @@ class GradientRule:
         if self.clip_grad_norm is not None and grads:
             norm = nn.utils.get_total_norm([_values(grad) for grad in grads]) * scale
             if self.nonfinite != "step" and not norm.isfinite():
-                return self._refuse("the norm of all gradients")
+                return self._refuse("the norm of all gradients", self.accumulate_steps)
             scale = scale * (self.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter, grad in zip(graded, grads, strict=True):
             parameter.grad = _scaled(grad, scale)
         return True
 
-    def _refuse(self, what: str) -> bool:
+    def _refuse(self, what: str, batches: int = 1) -> bool:
+        lost = "the batch" if batches == 1 else f"{batches} batches, whose gradients were accumulated,"
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(
-                f"{what} is not finite: the batch made no update (nonfinite_gradients='raise'; 'skip' leaves out such "
+                f"{what} is not finite: {lost} made no update (nonfinite_gradients='raise'; 'skip' leaves out such "
                 f"updates without an error)"
             )
         self.skipped += 1
-        logger.warning("%s is not finite: the batch made no update (%d so far)", what, self.skipped)
+        logger.warning("%s is not finite: %s made no update (%d so far)", what, lost, self.skipped)
         return False
 
 
