@@ -59,9 +59,9 @@ class GradientRule:
         since autograd may have made them views of tensors that clients sent.
 
         Raises:
-            NonFiniteGradientError: see ``nonfinite_gradients``. A batch with such a gradient is not accumulated; if only
-                the norm of the sums is not finite, all accumulated batches are dropped, since with them no later update
-                could be made.
+            NonFiniteGradientError: see ``nonfinite_gradients``. A batch with such a gradient is not accumulated. If
+                only the norm of the sums is not finite, all accumulated batches are dropped: with them every later
+                update would be refused.
         """
         graded = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in graded if parameter.grad is not None]

@@ -281,9 +281,7 @@ def test_large_finite_gradients_are_no_error() -> None:
 def test_an_update_whose_norm_overflows_drops_all_of_its_batches_and_says_how_many() -> None:
     backend = make(accumulate_steps=2, clip_grad_norm=1.0)
     backend.backward(ONES, ONES)
-    with pytest.raises(
-        NonFiniteGradientError, match="not finite: 2 batches, whose gradients were accumulated, made no"
-    ):
+    with pytest.raises(NonFiniteGradientError, match="not finite: 2 batches, whose gradients were accum"):
         backend.backward(torch.ones(1, 4), torch.full((1, 4), 3e38))
     backend.backward(ONES, ONES)
     assert (backend.updates, backend.expert.weight.tolist()) == (0, [2.0] * 4)
