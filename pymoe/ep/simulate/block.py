@@ -1,4 +1,4 @@
-"""The layer that is simulated: its sizes, and the sizes of the expert blocks of published models."""
+"""The sizes of a simulated layer, and those of the mixture layers of published models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def at_least(owner: str, argument: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper end."""
+    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper bound."""
     checks.integer(owner, argument, value, low, high, f"at least {low}" if high is None else f"in {low}..{high}")
 
 
