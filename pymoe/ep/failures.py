@@ -75,7 +75,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """This rank's record of a group's processes, calls and exchanges, from which it finds out which rank has failed."""
+    """A rank's record of a group's processes, calls and exchanges, from which it finds out which rank has failed."""
 
     rank: int
     processes: Sequence[Process]
