@@ -35,10 +35,9 @@ def plan_clones(
     """Return the shares of ranks after ranks with few rows have cloned experts of ranks with many rows.
 
     This is greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest
-    rank that
-    may take another clone, it gives as many as possible without moving the rows of either rank across the mean, from
-    the expert where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank and the
-    lower expert.
+    rank that may take another clone, it gives as many as possible without moving the rows of either rank across the
+    mean, from the expert where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank
+    and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.

@@ -9,10 +9,9 @@ if ranks run the backward passes of several calls in different orders.
 A :class:`RowPlan` follows from the counts. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
 one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a separate tensor. So a dispatch
 starts all chunks and waits for each separately, and a combine starts each chunk separately and waits for all. Each is
-the
-gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
-again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements, since
-it must not read rows that are still in flight.
+the gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
+again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements, since it
+must not read rows that are still in flight.
 """
 
 from __future__ import annotations

@@ -228,8 +228,7 @@ class ExpertShards(nn.Module):
         """Return (N, H): for every row the output of its expert or, if weights came, the weighted sum over its experts.
 
         The rows of an expert are computed in the order in which they arrived, rank by rank, so that sums over them
-        equal
-        the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
+        equal the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
         if _number(w_in) == 0:

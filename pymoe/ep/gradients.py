@@ -40,10 +40,8 @@ def data_parallel(
     number of ranks.
 
     The first of the ranks with the same experts broadcasts their weights to the others, as rank 0 of DDP does with
-    other
-    parameters, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must be the
-    same
-    on all ranks, as without experts.
+    other parameters, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must
+    be the same on all ranks, as without experts.
 
     Gradients accumulate over several backward passes as usual in DDP and FSDP: with ``no_sync()`` or
     ``set_requires_gradient_sync(False)``. ``torch.amp.GradScaler`` raises with ``"ddp"``: some gradients are DTensors
@@ -397,8 +395,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def _move_to_mesh(experts: ExpertShards, mesh: DeviceMesh) -> None:
     """Replace parameters by DTensors on ``mesh``, which has the same ranks, because fully_shard requires that their
-    mesh
-    and its own are parts of one mesh.
+    mesh and its own are parts of one mesh.
     """
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):

@@ -28,8 +28,8 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
     It is both the layer and its experts, as the router is a separate module. Its class is derived from the class that
     the module had, and has the same name. Parameters keep their names and shapes; they are DTensors, cut along the
-    experts. Calls are
-    collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of their rank.
+    experts. Calls are collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of
+    their rank.
     """
 
     described: StackedExperts

@@ -48,9 +48,8 @@ def redistribute(
     """Move experts to the ranks that a placement names, with their gradients and optimizer state.
 
     This works in place, between two training steps: parameters stay the same objects, so optimizers, DDP and FSDP keep
-    working.
-    Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes, and with
-    it :attr:`ShardedLayer.sharding`.
+    working. Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes,
+    and with it :attr:`ShardedLayer.sharding`.
 
     ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
     checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
@@ -62,18 +61,16 @@ def redistribute(
     The call is collective, over the group of the layers and, after :func:`data_parallel`, over the ranks with copies of
     the experts. Ranks compare their arguments; then experts are sent, and when all have arrived, every rank copies
     them into its parameters. If a rank raises or dies before that, nothing has changed on any rank. The call needs
-    additional
-    memory for the weights, gradients and optimizer state of a rank's experts. Call it between ``optimizer.step()`` and
-    the next forward pass: a backward pass raises if its forward pass ran before the call, and gradients that FSDP has
-    yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, such as
-    moving averages, keep their placement until they are moved, too.
+    additional memory for the weights, gradients and optimizer state of a rank's experts. Call it between
+    ``optimizer.step()`` and the next forward pass: a backward pass raises if its forward pass ran before the call, and
+    gradients that FSDP has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of
+    the model, such as moving averages, keep their placement until they are moved, too.
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
         placement: one placement for all layers, or placements by the names of layers in ``model``; layers without a
             placement keep their own. A placement must have no replicas, and as many experts on each rank as
-            ``torch.chunk``
-            gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
+            ``torch.chunk`` gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
             ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
             :func:`pymoe.ep.placement.contiguous` restores the first placement.
         optimizer: the optimizer of these experts, or several. If an optimizer that has state for them is left
@@ -277,8 +274,7 @@ def _groups(layers: dict[str, ShardedLayer]) -> list[dist.ProcessGroup]:
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ExpertShards, int]] = WeakKeyDictionary()
 """The registered optimizers, whose state dicts are converted: for each experts module, the value of ``moves`` up to
-which
-the optimizer's state has followed."""
+which the optimizer's state has followed."""
 _hooks: list[Any] = []
 
 

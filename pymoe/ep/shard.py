@@ -71,9 +71,9 @@ def shard(
     after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
     this holds if the choices and their weights, which come from transformers' router, are those of one process;
     gradients of these weights are then also bit for bit those of one process. An activation that pymoe does not fuse
-    must compute every row from
-    that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`) keep their packed weights, of
-    which each rank has its experts' (``packed`` becomes a DTensor); they take no ``clones`` and do not move.
+    must compute every row from that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`)
+    keep their packed weights, of which each rank has its experts' (``packed`` becomes a DTensor); they take no
+    ``clones`` and do not move.
 
     Args:
         model: any module; layers inside that are quantised (``MoE`` with ``QuantizedExperts``), of subclasses of

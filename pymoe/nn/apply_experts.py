@@ -172,7 +172,7 @@ def apply_experts_fused(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Do the work of :func:`apply_experts`, for checked arguments, after autocast for which is_one_call is true."""
+    """Do the work of :func:`apply_experts`, for checked arguments that autocast has cast, if is_one_call is true."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     options, x = activation_options(activation), x.contiguous()
     if is_differentiated(x, weights, w_in, w_out, b_in, b_out):

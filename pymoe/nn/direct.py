@@ -1,4 +1,4 @@
-"""Runs the forward of MoE through native calls alone if nothing hooks or replaces its parts; with gradients, as one node.
+"""Runs the forward of MoE through native calls alone if nothing hooks or replaces its parts; gradients take one node.
 
 For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
 conditions of the whole call are checked once, here. If one fails, the layer calls its parts one by one, which computes

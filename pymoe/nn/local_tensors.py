@@ -59,8 +59,7 @@ class LastCall(LocalTensors):
 
     In an eager call, :meth:`keep` stores references to the call's own tensors, and :meth:`keep_pending` stores a
     function that computes the values when they are first read: neither copies nor computes anything during the call.
-    The
-    referenced tensors are never written to, since a backward pass may need them.
+    The referenced tensors are never written to, since a backward pass may need them.
 
     A CUDA graph and code of :func:`torch.compile` run without Python, so they cannot store references. There the values
     are copied into the tensors that the constructor was given. After the first capture of a CUDA graph every call

@@ -51,8 +51,7 @@ from pymoe.ops import raw
 MOST_HELD_LOGITS = 1 << 22
 """Maximum number of bytes of logits that a layer keeps until its statistics are read: 4096 tokens and 256 experts in
 float32. From larger logits the forward computes the losses immediately; at this size, computing them takes about as
-long
-as launching the kernels."""
+long as launching the kernels."""
 
 
 class Stats(NamedTuple):
@@ -173,8 +172,7 @@ class MoE(nn.Module):
     shared: SharedExperts | None
     _shard: ClassVar[Callable[[MoE, DeviceMesh | dist.ProcessGroup], object]]
     """Keeps only this rank's experts. The function is in :mod:`pymoe.ep`, which imports this package; so ``pymoe``
-    assigns
-    it to this attribute."""
+    assigns it to this attribute."""
 
     @explain_arguments(**OTHER_NAMES)
     def __init__(

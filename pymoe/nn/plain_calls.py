@@ -89,7 +89,6 @@ def is_of_its_source(kind: type, name: str) -> bool:
 
 
 # torch.compile calls these functions once, when it compiles, as it also checks hooks only once. It can neither trace
-# how
-# they inspect sources nor guard the dictionary that they fill.
+# how they inspect sources nor guard the dictionary that they fill.
 _are_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -15,10 +15,9 @@ The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogit
 
 In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd, whose backward runs two
 products and a kernel on the GPU. Two nodes would need an additional cast and an addition: they would pass the gradient
-of the
-logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router and
-experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the product
-``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
+of the logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router
+and experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the
+product ``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
 """
 
 from __future__ import annotations

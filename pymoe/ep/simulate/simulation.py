@@ -190,8 +190,7 @@ def simulate(
     counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
     clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
     # DP all-reduces the gradients of all experts in a ring. FSDP all-gathers weights in both passes, and
-    # reduce-scatters
-    # gradients: three halves of that.
+    # reduce-scatters gradients: three halves of that.
     all_reduced = 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
     alternatives = {"DP": all_reduced, "FSDP": 1.5 * all_reduced}
     ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
