@@ -3,7 +3,7 @@
 :func:`shard` turns the layers of a model into :class:`ShardedMoE`, and experts of transformers into
 :class:`ShardedModule`. To follow a token: :meth:`ShardedMoE.forward` in :mod:`pymoe.ep.layer` ->
 :mod:`pymoe.ep.dispatcher` (which rows travel) -> :mod:`pymoe.ep.exchange` (counts, then the dispatch) ->
-:class:`ShardedExperts` -> the combine, by the same files.
+:class:`ShardedExperts` -> the combine, through the same files.
 """
 
 from pymoe.ep.dispatcher import check_calls

@@ -1,8 +1,8 @@
 """Clones of hot experts for one call (the shadow experts of FasterMoE, He et al., PPoPP 2022).
 
-Every rank computes the same plan without a message, because the plan is a pure function, in integers, of the counts
+Every rank computes the same plan without communication, because the plan is a pure function, in integers, of the counts
 that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
-rank that computes with it, while this rank computes with its own experts, and the clone's gradient is sent back once.
+rank that computes with it, while that rank computes with its own experts; the clone's gradient is sent back once.
 So a clone pays off only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
 """
 
@@ -22,9 +22,9 @@ from pymoe.ep.sharding import ExpertSharding
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
-    """Return the smallest number of rows for which a clone sends no more numbers than the rows: P / (2 H), rounded up.
+    """Return the fewest rows for which sending a clone takes no more elements than sending the rows: ceil(P / (2 H)).
 
-    A clone sends its P parameters and their gradients. A row of H numbers is sent there and back, in both passes.
+    For a clone, P parameters and P gradients are sent. A row of H elements is sent there and back, in both passes.
     """
     return max(1, -(-parameters // (2 * hidden_size)))
 
@@ -32,12 +32,12 @@ def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
 def plan_clones(
     counts: Tensor, clones: int, *, min_rows_to_clone: int = 1, owner: Sequence[int] | None = None
 ) -> Shares:
-    """Return the shares of ranks if ranks with few rows take clones of experts from ranks with many.
+    """Return the shares of ranks after ranks with few rows have cloned experts of ranks with many rows.
 
-    Greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest rank that
-    may take another clone, it gives as many as possible without moving the rows of either rank across the mean, from
-    the expert where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank and the
-    lower expert.
+    This is greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest
+    rank that may take another clone, it gives as many as possible without moving the rows of either rank across the
+    mean, from the expert where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank
+    and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
@@ -83,7 +83,7 @@ def _hosts_and_quotas(
     clones_left = [clones] * ranks
     mean = -(-sum(rows) // ranks)
     while True:
-        fullest = max(range(ranks), key=filled.__getitem__)  # of equal ranks max and min take the first
+        fullest = max(range(ranks), key=filled.__getitem__)  # in a tie, max and min return the first
         free = [rank for rank in range(ranks) if clones_left[rank] and rank != fullest]
         if not free:
             break
@@ -187,13 +187,14 @@ class RowPlanWithClones(RowPlan):
 class WeightBroadcast:
     """The exchange of the weights of a call's clones: one row per expert, with all of its parameters.
 
-    It starts before a rank computes with its own experts and ends when the clones are needed; the exchange of their
-    gradients in a backward pass does the same.
+    It starts before a rank computes with its own experts and ends when the clones are needed. In the backward
+    pass, the exchange of the clones' gradients also overlaps with computation.
 
     Args:
         sends: the experts whose weights travel.
         own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
-        dtype: the dtype of the call's rows. The weights are sent in it, because autocast would cast them to it anyway.
+        dtype: the dtype of the call's rows. The weights are sent in this dtype, to which autocast would cast them
+            anyway.
     """
 
     def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -223,7 +224,7 @@ class WeightBroadcast:
 
 
 class _Pack(torch.autograd.Function):
-    """Copy the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
+    """Copies the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
 
     @staticmethod
     def forward(ctx: Any, sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
@@ -256,9 +257,9 @@ class _Pack(torch.autograd.Function):
 
 
 class _WaitRowsAndWeights(torch.autograd.Function):
-    """Wait for the clones' rows and weights in one node of the graph.
+    """Waits for the clones' rows and weights in one node of the graph.
 
-    So every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
+    Thereby every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
     including those without a clone.
     """
 

@@ -33,14 +33,15 @@ from pymoe.ops.index_checks import experts_in_range
 
 
 class TokenDispatcher:
-    """Send a row for each choice, sorted by expert.
+    """Sends a row for each choice, sorted by expert.
 
     Args:
         sharding: the layer's sharding.
         gate: the choice of the layer's router for this rank's tokens.
         capacity_factor: the layer's capacity factor, or None.
         ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
-        own_routing: the routing of the choices to all experts, if the layer has made it, with the load in ``gate``.
+        own_routing: the routing of the choices to all experts, if the layer has computed it; ``gate`` then has its
+            load.
     """
 
     weights_travel = False
@@ -63,9 +64,9 @@ class TokenDispatcher:
         own_routing: Routing | None = None,
     ) -> None:
         if own_routing is None and gate.experts.is_cpu:
-            # The kernel checks the choices, which other orders of rows read before a kernel does.
+            # The kernel raises for invalid choices; subclasses would use them as indices before any kernel checks them.
             own_routing = ops.build_routing(gate.experts, sharding.num_experts)
-            # Others wait for as many rows as the load says, whatever router has made the gate.
+            # Other ranks wait for as many rows as the load says, so it must be right even if a user's router made it.
             gate = gate._replace(load=own_routing.offsets.diff())
         elif own_routing is None:
             experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
@@ -143,7 +144,7 @@ class TokenDispatcher:
         return torch.full((), number, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
-        """Return (E,) int64, the load of all ranks, and R times this rank's share of a loss over their tokens."""
+        """Return (E,) int64, the load summed over all ranks, and R times this rank's fraction of all tokens."""
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
         load = torch.tensor(self.plan.loads, dtype=torch.int64).sum(0).to(self.gate.load.device)
@@ -151,13 +152,15 @@ class TokenDispatcher:
 
     @property
     def _own_capacity(self) -> int | None:
-        """Return the maximum number of this rank's rows per expert; None without a capacity or with a group's."""
+        """Return the maximum number of this rank's rows per expert; None if there is no capacity or the group shares
+        one.
+        """
         if self.capacity_factor is None or self.group_has_capacity:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
 
     def _kept_by_own_capacity(self) -> Tensor | None:
-        """Return (T, K) bool: the choices within :attr:`_own_capacity`; None if that is None."""
+        """Return (T, K) bool: True for choices within :attr:`_own_capacity`. Return None without such a limit."""
         limit = self._own_capacity
         if limit is None:
             return None
@@ -173,7 +176,7 @@ class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
     The indices alone determine what the receiving rank computes, as the router's choices do for a layer in one process:
-    the rank's experts are numbered from 0 within a chunk, and larger numbers mean no expert.
+    the rank's n experts of a chunk are numbered from 0, and an index of n or more means no expert.
     """
 
     rows: Tensor
@@ -184,19 +187,19 @@ class IndexedRows(NamedTuple):
     """(N, K), the weights of these experts' outputs; None if each row has one expert, whose output is returned
     unchanged."""
     max_computed: int
-    """Upper bound of the number of valid indices."""
+    """Upper bound on the number of indices that mean an expert."""
 
 
 class IndexedDispatcher(TokenDispatcher):
-    """Send rows with the indices of their experts and, if ``weights_travel``, with the weights of these experts."""
+    """Sends rows with the indices of their experts and, if ``weights_travel``, with the weights of these experts."""
 
     indices_SK: Tensor
     """(S, K) int32: for every row of the send buffer, the indices of its experts on the destination rank."""
     max_computed: list[int]
-    """(chunks,): upper bound of the rows that the experts of each chunk compute here."""
+    """(chunks,): for each chunk, an upper bound on the number of rows that this rank's experts compute."""
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start sending all chunks; return a handle for the rows of each chunk, then one for the weights of each."""
+        """Start sending all chunks; return handles for the rows of each chunk, then for the weights, if they travel."""
         rows = rows_SH.shape[0]
         weights_SK = self.ops.dispatch(weights_TK, self.routing) if self.weights_travel else None
         self._indices = AllToAll(self.counts, rows, self.indices_SK)
@@ -219,16 +222,16 @@ class IndexedDispatcher(TokenDispatcher):
 
 
 class DeduplicatingDispatcher(IndexedDispatcher):
-    """Send a row for each rank, and chunk, in which a token chose experts; the arguments are the base class's.
+    """Sends a row of a token once to each rank, per chunk, of which it chose experts; takes the base class's arguments.
 
     The rank of the experts sums the outputs that a token chose there, in the order of its choices; the rank of the
-    token adds up these sums. This groups a sum of K terms in another way than one process does, which adds one term
-    after the other, so outputs and gradients of inputs are equal only to rounding. Gradients of weights and experts are
-    sums and products of the same numbers in the same order, so they have the same bits.
+    token adds up these sums. One process adds the K terms one after the other instead, so outputs and gradients of
+    inputs equal its own only to rounding. Gradients of weights and experts are bit for bit those of one process: they
+    are sums and products of the same values in the same order.
 
-    The counts end with the number of rows that go to each rank, chunk by chunk. If a group shares a capacity, they are
-    counted before any choice is dropped, because drops depend on the counts of all ranks: some of the rows that are
-    sent may be unused.
+    The counts end with the number of rows that go to each rank, chunk by chunk. If the group shares a capacity, rows
+    are counted before any choice is dropped, because drops depend on the counts of all ranks. Some of the rows sent may
+    then be unused.
     """
 
     weights_travel = True
@@ -247,7 +250,7 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         self._to_TK, self._index_TK = tables.destination[chosen_TK], tables.index_in_chunk[chosen_TK]
         if (kept_TK := self._kept_by_own_capacity()) is not None:
             self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)
-        # The first of a token's choices with the same destination has the row, and the others refer to the first.
+        # Of a token's choices with the same destination, only the first is given a row.
         same_TKK = self._to_TK[:, :, None] == self._to_TK[:, None, :]
         first_TK = same_TKK.to(torch.uint8).argmax(2)
         has_row_TK = first_TK == torch.arange(self.top_k, device=first_TK.device)
@@ -304,13 +307,14 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
 
 class PaddedDispatcher(IndexedDispatcher):
-    """Send the same number of rows to every rank in every chunk, filled or not, so that no rank has to read the counts.
+    """Sends the same number of rows to every rank in every chunk, filled or not, so that no rank has to read the
+    counts.
 
     Rows that do not fit are dropped in the order of tokens, like rows past an expert's capacity; empty rows have no
     index. The shapes of all tensors follow from options and from the shapes of inputs. The counts of all ranks stay on
     the device. Differences between the calls of ranks are recorded there, and :func:`check_calls` reads the records.
 
-    The arguments are those of the base class, and:
+    Takes the arguments of the base class, and:
 
     Args:
         notes: the layer's records, made by :func:`device_notes`.
@@ -370,14 +374,14 @@ class PaddedDispatcher(IndexedDispatcher):
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
-        # This is float64, so that it rounds up the same numbers as pymoe.ep.exchange.capacity.
+        # float64, so that the result is rounded up in exactly the cases in which pymoe.ep.exchange.capacity rounds up
         slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
         limit = slots.ceil().clamp(min=1).int()
         before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)
         return (limit - before_E).clamp(min=0)
 
     def _assign_rows(self, kept_TK: Tensor | None) -> None:
-        """Assign rows to the first choices for each destination, and the indices of experts to these rows."""
+        """Give the rows for each destination to the first choices of it, with the indices of their experts."""
         sharding = self.sharding
         tables = sharding.tables(self.gate.experts.device)
         chosen_TK = self.gate.experts.long()
@@ -402,7 +406,7 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Record on the device the headers of the first call in which ranks disagreed."""
+        """Record the headers of the first call in which ranks disagreed, without a copy to the host."""
         headers = self._messages[:, :HEADER]
         differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
         noted = self._notes["headers"]

@@ -1,17 +1,17 @@
-"""The exchanges of a call: counts before rows travel, the rows that follow from them, and the all-to-all itself.
+"""The exchanges of a call: first of counts, then of the rows that the counts announce.
 
 A :class:`CountExchange` tells every rank how many rows go where, and compares the calls: one all-gather of int32
-numbers, and one read of them by the host, unless rows travel in padded buffers. Messages have the same length for all
+values, which the host reads once, unless rows travel in padded buffers. Messages have the same length for all
 layers of a group, so that even ranks in different layers can read each other's. If ranks disagree in a forward, all of
-them raise; otherwise the all-to-all would hang or mix rows up. Backward passes exchange no counts, so it goes unnoticed
+them raise, because the all-to-all would hang or mix up rows. Backward passes exchange no counts, so it goes unnoticed
 if ranks run the backward passes of several calls in different orders.
 
 A :class:`RowPlan` follows from the counts. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
 one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a separate tensor. So a dispatch
-starts all chunks and waits for each by itself, and a combine starts each chunk by itself and waits for all. Each is the
-gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
-again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements: rows that
-are still under way are not values that it may read.
+starts all chunks and waits for each separately, and a combine starts each chunk separately and waits for all. Each is
+the gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
+again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements, since it
+must not read rows that are still in flight.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe.ep.failures import Exchange, GroupError, report_error, report_failed_backward
 from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 
-BLOCK = 512  # a message's length in numbers is a multiple of this
-MAX_CAPACITY_FACTOR = 3e38  # limit for a message, which holds it as a float32
+BLOCK = 512  # a message's length, in int32 values, is a multiple of this
+MAX_CAPACITY_FACTOR = 3e38  # messages contain the factor as a float32, so larger ones are clamped
 FAILED = 1
 MAX_OPTIONS = 256
 _HUGE_PAGE = 2 << 20
 
-_titles: dict[int, str] = {}  # titles of layers, by the numbers that messages use for them
-_options: dict[int, str] = {}  # options of layers in recent calls, by the numbers that messages use for them
+_titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
+_options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
 
 
 # The state that all layers over one group share. All ranks call shard in the same order, so their numbers agree.
@@ -88,12 +88,12 @@ def layer_number(title: str) -> int:
 
 # The count exchange of a call.
 
-# torch 2.13 has a new name for it, and warns about the old one.
+# torch 2.13 renames this function, and warns about the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CallSignature(NamedTuple):
-    """The properties of a call that must be equal on all ranks of a group, as whole numbers."""
+    """The properties of a call that must be equal on all ranks of a group, encoded as integers."""
 
     layer: int
     experts: int
@@ -107,7 +107,7 @@ class CallSignature(NamedTuple):
     options: int
 
     def shown(self, field: str) -> str:
-        """Return the meaning of one of the numbers."""
+        """Return a field's value as text for error messages."""
         value: int = getattr(self, field)
         if field == "layer":
             return _titles.get(value, f"unknown ({value})")
@@ -179,9 +179,7 @@ def call_signature(
 
 
 def message_length(counts: int) -> int:
-    """Return the length of a rank's message, in int32 numbers, for this number of counts (such as the loads of
-    experts).
-    """
+    """Return the length of a rank's message with ``counts`` counts, in int32 values."""
     return -(-(HEADER + counts) // BLOCK) * BLOCK
 
 
@@ -197,14 +195,14 @@ class ExchangedCounts(NamedTuple):
 
 
 class CountExchange:
-    """An all-gather under way. It begins when it is made; every rank of the group must make one.
+    """The all-gather of a call's counts, which the constructor starts; every rank of the group must construct one.
 
     Args:
         sharding: the layer's sharding.
         signature: the signature of the call; None if this rank cannot make the call and tells the others why.
         counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
         tokens: T, the number of tokens.
-        error: the reason why this rank cannot continue.
+        error: the reason, if ``signature`` is None.
     """
 
     def __init__(
@@ -225,12 +223,12 @@ class CountExchange:
         else:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
-        self._message = message  # must be there until the work is done
+        self._message = message  # must stay alive until the all-gather is done
         start = partial(all_gather, self._gathered, message, group=sharding.group, async_op=True)
         self._exchange = Exchange(sharding, "the counts of rows", start, begins_call=True)
 
     def wait(self) -> Tensor:
-        """Wait for the messages of all ranks; return them, unread, as (R, n) int32.
+        """Wait for the messages of all ranks; return them as (R, n) int32, without copying them to the host.
 
         Raises:
             GroupError: a rank is gone.
@@ -257,10 +255,10 @@ class CountExchange:
 
 
 def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
-    """Tell the other ranks that this one has failed before it could send its counts: they raise, too."""
-    with contextlib.suppress(GroupError):  # which all ranks get
+    """Tell the other ranks that this one has failed before it could send its counts, so that they raise, too."""
+    with contextlib.suppress(GroupError):  # raised on all ranks, here in addition to `error`
         CountExchange(sharding, None, error=error).read()
-    if sharding.transport == "padded":  # the others do not read it, and wait for rows
+    if sharding.transport == "padded":  # the others do not read the message, and wait for rows
         report_error(sharding, f"raised {describe_error(error)}")
 
 
@@ -310,7 +308,7 @@ def _options_number(options: tuple[Any, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return int32 numbers on a device; numbers of recent calls are kept there."""
+    """Return ``numbers`` as an int32 tensor on ``device``; those of recent calls are cached."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
@@ -332,11 +330,11 @@ class RowCounts(NamedTuple):
     sent: list[list[int]]
     """(chunks, R): the number of rows that this rank sends to each rank."""
     received: list[list[int]]
-    """(chunks, R): the number of rows that it receives from each rank."""
+    """(chunks, R): the number of rows that this rank receives from each rank."""
 
 
 class WeightSends(NamedTuple):
-    """The experts whose weights are sent in a call, to the ranks that take clones of them."""
+    """The experts that a call sends to the ranks that clone them."""
 
     experts: list[list[int]]
     """(R,): the experts of this rank that each rank clones."""
@@ -345,7 +343,7 @@ class WeightSends(NamedTuple):
 
 
 class RowPlan:
-    """The rows of one call of a layer, one for each choice: lists on the host, made from the counts of all ranks.
+    """The numbers of rows of one call, with a row per choice: lists on the host, computed from the counts of all ranks.
 
     Args:
         sharding: the layer's sharding.
@@ -358,7 +356,7 @@ class RowPlan:
     """
 
     weight_sends: WeightSends | None = None
-    """The weights of clones; None if there are no clones in this call."""
+    """The experts to send to clones; None if there are no clones in this call."""
 
     def __init__(
         self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
@@ -376,7 +374,7 @@ class RowPlan:
         self.counts = RowCounts(sharding, [], [])
         own = self.at_owners[sharding.rank]
         self.rows_by_expert: list[list[list[int]]] = []
-        """(chunks, R, n): the rows that this rank receives from every rank for each of a chunk's experts here."""
+        """(chunks, R, n): the rows that this rank receives from every rank for each of its experts in the chunk."""
         for by_rank in sharding.chunk_experts:
             here = by_rank[sharding.rank]
             rows = [[of_source[expert] for expert in here] for of_source in self.at_owners]
@@ -390,9 +388,9 @@ class RowPlan:
         return [sum([of_experts[expert] for expert in own]) for own in self.sharding.experts_of_ranks]
 
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return the expert of each received row of a chunk, (n, 1) int32 within the chunk, and their number.
+        """Return the expert of each received row, (n, 1) int32, and the number of this rank's experts, both in a chunk.
 
-        Rows come rank by rank, and the rows of each rank are sorted by expert.
+        Rows arrive rank by rank, and the rows of each rank are sorted by expert.
         """
         rows = torch.tensor(self.rows_by_expert[chunk], dtype=torch.int64)
         experts = rows.shape[1]
@@ -441,14 +439,14 @@ class RowPlan:
 
 
 def capacity(factor: float, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the number of slots that an expert takes, as :class:`pymoe.nn.MoE` computes it."""
+    """Return the maximum number of rows of an expert, as :class:`pymoe.nn.MoE` computes it."""
     return max(1, math.ceil(min(factor, num_experts) * (tokens * top_k) / num_experts))
 
 
 def _within_capacity(
     sharding: ExpertSharding, loads: list[list[int]], tokens: list[int], top_k: int, factor: float
 ) -> list[list[int]]:
-    """Return (R, E): the part of the loads that fits the experts' capacity."""
+    """Return (R, E): the rows of each rank for each expert that fit into the expert's capacity."""
     experts = sharding.num_experts
     if sharding.scope == "rank":  # each rank limits its own rows
         limits = [capacity(factor, count, top_k, experts) for count in tokens]
@@ -467,7 +465,7 @@ class AllToAll:
 
     Args:
         counts: the rows that this rank sends and receives.
-        total: S, the rows of the tensor at the rank of the tokens; a combine fills those past the counts with zeros.
+        total: S, the number of rows of the tensor on the rank of the tokens; a combine zeroes those past the counts.
         like: a tensor with the width, dtype and device of the rows.
         last_first: start the last chunk first, since a backward pass needs it first.
     """
@@ -476,7 +474,7 @@ class AllToAll:
         self.counts, self.total, self.last_first = counts, total, last_first
         self.chunks = len(counts.sent)
         self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
-        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk: with output and input
+        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk, with output and input
         self._combined: Tensor | None = None
         self._gradients: AllToAll | None = None
 
@@ -527,7 +525,7 @@ class AllToAll:
 
     def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
         if chunk in self._under_way:
-            # Another backward pass has started this exchange and did not wait for it; it writes to the same memory.
+            # Another backward pass started this exchange and did not wait for it. A combine writes to the same memory.
             self.wait(chunk)
         sharding = self.counts.sharding
         start = partial(dist.all_to_all_single, out, rows, received, sent, group=sharding.group, async_op=True)
@@ -579,29 +577,29 @@ class _WaitCombine(torch.autograd.Function):
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 
-# Both ends of a dispatch and of a combine, as nodes of a graph.
+# Both ends of a dispatch and of a combine, as nodes of the autograd graph.
 
 start_dispatch: Callable[[Tensor, AllToAll], tuple[Tensor, ...]] = _StartDispatch.apply
 """Start all chunks of rows (S, H) towards the ranks of the experts; return a handle for each."""
 wait_dispatch: Callable[[Tensor, AllToAll, int], Tensor] = _WaitDispatch.apply
-"""Wait for the chunk of a handle at the rank of its experts; return its rows (n, H), rank by rank."""
+"""Wait, on the rank of the experts, for the chunk of a handle; return its rows (n, H), rank by rank."""
 start_combine: Callable[[Tensor, AllToAll, int], Tensor] = _StartCombine.apply
 """Start a chunk of rows (n, H) towards the ranks of the tokens; return a handle."""
 wait_combine: Callable[..., Tensor] = _WaitCombine.apply
-"""Wait, in an exchange with these handles, for all chunks at the rank of their tokens; return their rows (S, H)."""
+"""Wait, on the rank of the tokens, for all chunks of an exchange, given its handles; return the rows (S, H)."""
 
 
 def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised rows (count, width), large ones on the CPU in pages of 2 MiB, as operators allocate theirs.
+    """Return uninitialised rows (count, width), large ones on the CPU in huge pages (2 MiB), like results of operators.
 
-    Fresh memory costs a page fault per 4 KiB at the first write, which takes longer than the copy itself. If the system
-    has no large pages, the request for them has no effect.
+    With small pages, the first write to new memory causes a page fault per 4 KiB, and these take longer than the copy
+    itself. If the system has no huge pages, the request for them has no effect.
 
     Args:
-        count: number of rows.
-        width: of a row, in elements.
-        dtype: of an element.
-        device: of the rows.
+        count: the number of rows.
+        width: elements per row.
+        dtype: the dtype of the rows.
+        device: the device of the rows.
     """
     rows = torch.empty(count, width, dtype=dtype, device=device)
     advise = _madvise()
@@ -614,7 +612,7 @@ def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device)
 
 @cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the system's ``madvise``, if it knows of huge pages."""
+    """Return the C library's ``madvise``; None if the system has none, or no advice for huge pages."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

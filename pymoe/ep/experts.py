@@ -1,6 +1,6 @@
-"""ShardedExperts: the experts of a layer, of which each rank has and computes a part.
+"""ShardedExperts: the experts of a layer, of which each rank stores and computes a part.
 
-:class:`ExpertShards` is what these and the experts of other packages' modules have in common. :class:`ExpertMove`
+:class:`ExpertShards` is their base class, and that of sharded experts modules of other packages. :class:`ExpertMove`
 exchanges experts between the positions of their parameters.
 """
 
@@ -37,18 +37,19 @@ all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
-    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced by another, so that optimizers with it raise."""
+    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced, so that optimizers that still have it raise."""
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
 class ExpertShards(nn.Module):
-    """Feed-forward networks in parameters stacked along experts, of which each rank has and computes a part.
+    """The experts of a layer, in parameters stacked along the experts; each rank stores and computes some of the
+    experts.
 
     Parameters keep their names and shapes. They are DTensors, cut along the experts (``Shard(0)`` on the group's mesh).
     """
 
     parameter_names: Sequence[str | None] = PARAMETERS
-    """The names of the four parameters that correspond to :data:`PARAMETERS`; None for one that there is not."""
+    """The names of the four parameters that correspond to :data:`PARAMETERS`; None for one that the module lacks."""
     backend: Backend = "native"
     sharding: ExpertSharding
     gradient_divisor: int | None = None
@@ -61,8 +62,8 @@ class ExpertShards(nn.Module):
 
         Args:
             sharding: the layer's sharding.
-            made: the DTensors that were made before, by the ids of the parameters that they replaced, so that layers
-                that share parameters share the DTensors.
+            made: the DTensors made so far, keyed by the ids of the parameters that they replaced; new ones are added.
+                Layers that share parameters thus share the DTensors.
         """
         self.sharding = sharding
         all_sharded_experts.add(self)
@@ -77,7 +78,7 @@ class ExpertShards(nn.Module):
                 setattr(self, name, made[id(whole)])
 
     def stacked(self) -> dict[str, Tensor]:
-        """Return the parameters by the names of :data:`PARAMETERS`, except for quantised ones."""
+        """Return the parameters that are not quantised, keyed by the names in :data:`PARAMETERS`."""
         found = {}
         for kind, name in zip(PARAMETERS, self.parameter_names, strict=True):
             parameter = None if name is None else getattr(self, name)
@@ -86,13 +87,13 @@ class ExpertShards(nn.Module):
         return found
 
     def spread_tensors(self) -> list[tuple[str, DTensor]]:
-        """Return the tensors that are spread over ranks by name: parameters, and packed weights, which are buffers."""
+        """Return the names and values of all DTensors: parameters, and the packed weights, which are buffers."""
         both = [*self.named_parameters(), *self.named_buffers()]
         return [(name, one) for name, one in both if isinstance(one, DTensor)]
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether a :class:`pymoe.nn.QuantizedLinear`, whose ``packed`` is a DTensor, holds each weight."""
+        """Return whether each weight is a :class:`pymoe.nn.QuantizedLinear` (with a DTensor as ``packed``)."""
         name = self.parameter_names[0]
         return name is not None and isinstance(getattr(self, name), QuantizedLinear)
 
@@ -109,9 +110,9 @@ class ExpertShards(nn.Module):
         Args:
             handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
-            activate: computes the rows between the two products, each from its own row alone.
-            meanwhile: work to do after the exchange of the weights of clones has begun.
-            adapters: adapters of all E experts, for both products; none with clones.
+            activate: turns the rows of the first product into those of the second, each row independently of others.
+            meanwhile: called after the exchange of the clones' weights has begun, to overlap with it.
+            adapters: adapters of all E experts, for both products; empty with clones.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
@@ -145,7 +146,7 @@ class ExpertShards(nn.Module):
         return tuple(back)
 
     def operand(self, weight: Tensor) -> Tensor:
-        """Return a part of a weight as the products take it: (n, out, in)."""
+        """Return the weights of n experts in the layout that the products take: (n, out, in)."""
         return weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,7 +170,7 @@ class ExpertShards(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
-        """Return a parameter's value from a file or another model, in the layout and order of this one."""
+        """Convert a value of the parameter, from a file or another model, to the layout and order of ``parameter``."""
         order = self.sharding.order
         if isinstance(given, DTensor):
             if order is None:
@@ -196,13 +197,13 @@ class ExpertShards(nn.Module):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row the output of its expert, which the plan determines."""
+        """Return (N, H): for every row the output of the expert that the plan gives for it."""
         if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, *_tensors(adapters))
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
         # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
-        # sorted rows; nor do products with quantised weights and adapters take others.
+        # sorted rows. So do products with quantised weights or adapters, on both devices.
         ops = raw_operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
@@ -224,10 +225,10 @@ class ExpertShards(nn.Module):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row the output of its expert, or with weights the weighted sum of its experts'.
+        """Return (N, H): for every row the output of its expert or, if weights came, the weighted sum over its experts.
 
-        The rows of an expert are computed in the order in which they came, rank by rank, so that sums over them equal
-        the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
+        The rows of an expert are computed in the order in which they arrived, rank by rank, so that sums over them
+        equal the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
         if _number(w_in) == 0:
@@ -276,7 +277,7 @@ class ExpertShards(nn.Module):
         return [of(one) for one in adapters[0]], [of(one) for one in adapters[1]]
 
     def _local_parameter(self, parameter: Tensor | QuantizedLinear) -> Tensor | QuantizedWeight:
-        """Return this rank's part of a parameter, with a history in the call's graph that divides its gradient."""
+        """Return this rank's part of a parameter; backward divides its gradient by :attr:`gradient_divisor`."""
         if isinstance(parameter, QuantizedLinear):
             weight = parameter.quantized_weight
             return weight._replace(packed=local_tensor(weight.packed))
@@ -316,9 +317,9 @@ class ShardedExperts(ExpertShards, Experts):
         """Apply the experts to the rows of every chunk as soon as they have arrived, and send the results back.
 
         Args:
-            handles: those that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
+            handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
-            meanwhile: work to do after the exchange of the weights of clones has begun.
+            meanwhile: called after the exchange of the clones' weights has begun, to overlap with it.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
@@ -330,7 +331,7 @@ class ShardedExperts(ExpertShards, Experts):
     def reset_parameters(self) -> None:
         """Initialise this rank's experts with the values that one process would draw for them from the same seed.
 
-        So every rank draws random numbers for all experts, and keeps its own.
+        Every rank draws the random numbers of all experts, and keeps those of its own.
         """
         if isinstance(self, FSDPModule):
             self.reshard()
@@ -348,14 +349,14 @@ def _tensors(adapters: Adapters) -> list[Tensor]:
 
 
 def _number(weight: Tensor | QuantizedWeight) -> int:
-    """Return the number of experts of a weight."""
+    """Return the number of experts in a stacked weight."""
     return (weight.packed if isinstance(weight, QuantizedWeight) else weight).shape[0]
 
 
 def _without_experts(rows: Tensor, *parts: Tensor | QuantizedWeight | None) -> Tensor:
-    """Return the empty tensor ``rows`` with a history that leads to ``parts``, the parameters and weights.
+    """Return ``rows``, which has no elements, connected in the autograd graph to ``parts``, the parameters and weights.
 
-    So these get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
+    These thus get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
     are summed, because the gradient of a plain sum has strides of 0, and autograd would copy such a DTensor.
     """
     nothing: Any = sum(part.flatten().sum() for part in parts if isinstance(part, Tensor))
@@ -387,7 +388,7 @@ def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
 
 
 # Positions of stacked tensors: parameters, their gradients and optimizer state alike are DTensors, cut along the
-# experts. FSDP cuts the experts of a rank again, among the ranks that have the same ones.
+# experts. FSDP cuts the experts of a rank again, over the ranks that have the same experts.
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -407,9 +408,9 @@ class PositionLayout:
     own: range
     """Positions of this rank."""
     group: dist.ProcessGroup | None
-    """All ranks that have positions; None if they are not known."""
+    """All ranks that have a part of the tensor; None if they are not known."""
     ranges: list[range]
-    """Positions of each rank of the group."""
+    """Positions of each rank of the group; empty if the group is not known."""
 
 
 def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayout:
@@ -422,7 +423,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
     Raises:
         ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
     """
-    # FSDP's placement on the ranks with the same experts is not a Shard, but also has a dimension.
+    # FSDP's placement over the ranks with the same experts is not a Shard, but has the attribute `dim` as well.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
         seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
         raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
@@ -448,7 +449,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
 class ExpertMove:
     """Exchanges experts between positions of stacked tensors.
 
-    Every rank of the group makes such an object with the same orders, and calls it for the same tensors.
+    Every rank of the group must create such an object with the same orders, and call it for the same tensors.
 
     Args:
         layout: the layout of the tensors.
@@ -505,12 +506,12 @@ class ExpertMove:
 
 
 def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a parameter, or a tensor stacked alike, with expert e moved to position e; all ranks must call this."""
+    """Return a parameter, or a tensor with its layout, with expert e moved to position e; all ranks must call this."""
     return _reordered(tensor, sharding, sharding.order, None)
 
 
 def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a tensor with expert e at position e in the order of the current placement; all ranks must call this."""
+    """Move the experts of a tensor from positions e to those of the current placement; all ranks must call this."""
     return _reordered(tensor, sharding, None, sharding.order)
 
 

@@ -1,4 +1,4 @@
-"""What ranks of a group tell each other outside of the exchanges of a call: whether they agree, and which has failed.
+"""Messages between ranks outside of the exchanges of a call: whether ranks agree, and which rank has failed.
 
 Before functions such as ``shard`` change a model, :func:`assert_same_on_all_ranks` compares descriptions of it. After a
 rank has failed, the waits for exchanges of its group end with an error, on all ranks:
@@ -6,7 +6,8 @@ rank has failed, the waits for exchanges of its group end with an error, on all 
 Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
 for them fail, too. The first of these ranks writes to the group's store which rank has died. The other ranks read this
-record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure by this record.
+record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure through this
+record.
 
 A rank that raises an error and lives on keeps its connections. It reports the error in the store, and a wait that takes
 longer than ``LOOK`` reads such reports. A report counts only for ranks that are in the same call, wait for an exchange
@@ -39,8 +40,8 @@ from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
 
 LOOK = timedelta(seconds=1)  # interval at which a wait reads the records of failures
-NAMING_S = 2.0  # time limit for finding the rank that failed: a process's end is reported after that of its connections
-STORE_TIMEOUT_S = 5.0  # time limit of a call of the store
+NAMING_S = 2.0  # time limit for finding the failed rank: the end of a process shows later than that of its connections
+STORE_TIMEOUT_S = 5.0  # time limit of an access to the store
 
 
 class GroupError(RuntimeError):
@@ -69,18 +70,19 @@ class Failure(NamedTuple):
     ranks: tuple[int, ...]
     what: str
     exchanges: int = 0
-    """Number of exchanges that the rank has begun in the group."""
+    """Number of exchanges that the failed rank had begun in the group."""
 
 
 @dataclass
 class GroupMembers:
-    """The state of a group's ranks and exchanges on this rank, with which it finds out which rank has failed."""
+    """A rank's record of a group's processes, calls and exchanges, from which it finds out which rank has failed."""
 
     rank: int
     processes: Sequence[Process]
     """(R,): the process of each rank."""
     store: GroupStore | None
-    """The store for records. None: the group has none, so ranks that live on after an error cannot report it."""
+    """The store for records; None if the group has no store, so that ranks that live on after an error cannot report
+    it."""
     calls: int = 0
     """Number of calls of layers that have begun."""
     exchanges: int = 0
@@ -103,11 +105,11 @@ class GroupMembers:
             self.reports.append(key)
 
     def reported(self, exchange: int) -> Failure | None:
-        """Return a reported failure because of which ``exchange`` (its number) cannot be finished, or None."""
+        """Return the reported failure that prevents the exchange with number ``exchange`` from finishing, or None."""
         if self.store is None:
             return None
-        # A lost connection counts, too: this rank may wait for a rank that is busy in another group, and that keeps its
-        # connections until it uses this group again.
+        # Records of lost connections are read, too: this rank may wait for a rank that is busy in another group, and
+        # such a rank keeps its connections until it uses this group again.
         failure: Failure | None = self.store.read("failure")
         raised: Failure | None = self.store.read(f"raised in call {self.calls}")
         if failure is None and raised is not None and raised.exchanges < exchange:
@@ -115,12 +117,12 @@ class GroupMembers:
         return failure
 
     def remove_reports(self) -> None:
-        """Remove this rank's reports, since all ranks have begun another call."""
+        """Remove this rank's reports from the store, once all ranks have begun a later call."""
         while self.reports and self.store is not None:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Return the failure because of which a connection was lost; None if none is found within ``NAMING_S``."""
+        """Find and return the failure that closed a connection; return None if none is found within ``NAMING_S``."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -140,7 +142,7 @@ _members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary
 
 
 def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
-    """Store which processes are the ranks of ``group``, so that failures can be found later. All ranks call this.
+    """Store which processes are the ranks of ``group``, so that failures can be found later. All ranks must call this.
 
     ``name`` is a name of the group that no other group has had.
     """
@@ -152,7 +154,7 @@ def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], nam
 
 
 def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, lost: RuntimeError) -> GroupError:
-    """Return the error for a collective that a group could not finish, and end the waits of other ranks, too.
+    """Return the error for a collective that a group could not finish; if a connection was lost, end all ranks' waits.
 
     Args:
         group: the ranks.
@@ -177,7 +179,7 @@ def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, los
 # Comparison of descriptions, where a model is changed.
 
 Description = dict[str, dict[str, Any]]
-"""For every kind of object (such as ``"layer"``), a description of each object, by name."""
+"""A description of each object, by kind of object (such as ``"layer"``) and name."""
 
 
 def assert_same_on_all_ranks(
@@ -189,8 +191,8 @@ def assert_same_on_all_ranks(
         function: the public function that the ranks have called.
         group: the ranks; all of them call this.
         mine: this rank's description.
-        problem: the error for which this rank cannot continue; this rank raises it, the others raise
-            :class:`GroupError`.
+        problem: the error because of which this rank cannot continue, or None. This rank raises it, and the others
+            raise :class:`GroupError`.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     own = None if problem is None else describe_error(problem), mine, Process.own(), secrets.token_hex(8)
@@ -222,7 +224,7 @@ def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: 
 
 
 def _difference(here: Any, there: Any) -> str:
-    """Return the first difference: a property of a layer that both ranks have, or else the whole descriptions."""
+    """Return the first difference as text: one property if both ranks have the object, else what each rank has."""
     if isinstance(here, dict) and isinstance(there, dict):
         part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
         return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
@@ -234,7 +236,7 @@ def _difference(here: Any, there: Any) -> str:
 
 
 class Exchange:
-    """A collective of a layer's ranks that has begun.
+    """A collective over a layer's ranks, which the constructor begins.
 
     Args:
         sharding: the sharding of the layer.
@@ -280,7 +282,7 @@ class Exchange:
             members.remove_reports()
 
     def _wait_or_abort(self, members: GroupMembers) -> None:
-        """Wait, and look for records of failures from time to time; if there is one, abort all waits of the group."""
+        """Wait, and look for records of failures every ``LOOK``; if there is one, abort all waits of the group."""
         while True:
             begun = time.monotonic()
             try:
@@ -302,7 +304,7 @@ class Exchange:
         return lost_rank(sharding.group, f"MoE {sharding.title}", sharding.layer, self._what, lost)
 
 
-# Errors of this rank after the count exchange, which therefore cannot tell the other ranks.
+# Errors of this rank after it has sent its counts: the count exchange cannot tell the other ranks about them.
 
 
 @contextlib.contextmanager
@@ -329,16 +331,16 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Tell the ranks that wait for this rank in a call of a layer that this rank has left it; ``what`` says why."""
+    """Tell the ranks that wait for this rank in a layer's call that this rank has left the call; ``what`` says why."""
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
 
 
 def report_failed_backward(sharding: ExpertSharding) -> bool:
-    """Report an error to the other ranks if the backward pass that runs on this thread raises.
+    """Ensure that an error is reported to the other ranks if the backward pass that runs on this thread raises.
 
-    Return whether a backward pass runs on this thread.
+    Return whether such a pass runs; return False as well if the group's ranks have not been remembered.
     """
     if sharding.group not in _members:
         return False
@@ -387,7 +389,7 @@ class _Fail(torch.autograd.Function):
 
 @canary
 def ends_are_heard() -> Exercises:
-    """Exercise the private name of torch by which ranks report that a backward pass has failed."""
+    """Exercise the private function of torch through which ranks report that a backward pass has failed."""
     heard: list[bool] = []
     for fails in (False, True):
         x = torch.ones(1, requires_grad=True, device="cpu")

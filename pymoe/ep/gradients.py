@@ -39,9 +39,9 @@ def data_parallel(
     that have the same expert, and divided by R, too. So a learning rate has the same effect for all parameters, on any
     number of ranks.
 
-    Ranks with the same experts take the weights of the first of these ranks, as all ranks of DDP take the parameters of
-    rank 0, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must be the same
-    on all ranks, as without experts.
+    The first of the ranks with the same experts broadcasts their weights to the others, as rank 0 of DDP does with
+    other parameters, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must
+    be the same on all ranks, as without experts.
 
     Gradients accumulate over several backward passes as usual in DDP and FSDP: with ``no_sync()`` or
     ``set_requires_gradient_sync(False)``. ``torch.amp.GradScaler`` raises with ``"ddp"``: some gradients are DTensors
@@ -95,7 +95,8 @@ def data_parallel(
     else:
         parallel = _fsdp(model, mesh, data_parallel_mesh, experts, blocks, options)
     for one in experts.values():
-        # The other part of the mean, over the ranks with the same experts, is taken after the backward pass.
+        # This divides by the ranks of a group; after the backward pass, the mean is taken over those with the same
+        # experts.
         one.gradient_divisor = mesh.size(mesh.ndim - 1)
     return parallel
 
@@ -109,21 +110,21 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients so that the norm of all of them together is at most ``max_norm``; in place.
+    """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
 
     This is ``torch.nn.utils.clip_grad_norm_`` for models in which some parameters are whole on every rank and others
-    are DTensors on one mesh or several: each expert counts once, wherever it is. All ranks call this for the same
+    are DTensors, on one mesh or on several: each expert counts once, wherever it is. All ranks call this for the same
     parameters, after gradients of parameters that every rank has a copy of have been summed or averaged over the ranks,
-    as :func:`data_parallel` does; otherwise ranks get different norms. The host waits for nothing, except with
-    ``error_if_nonfinite``.
+    as :func:`data_parallel` does; otherwise ranks get different norms. The host does not wait for the device, except
+    with ``error_if_nonfinite``.
 
     Args:
         parameters: the model's parameters; those without a gradient count as zero.
         max_norm: the maximum norm.
         norm_type: the p of the p-norm, greater than 0; ``math.inf`` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or not a number.
-        group: ranks that have other parameters of the same model, such as stages of a pipeline, whose gradients belong
-            to the norm, too.
+        group: the ranks among which the model's parameters are divided, such as the stages of a pipeline; the norm
+            includes the gradients of all of them.
 
     Returns:
         The norm before clipping, a scalar in float64 for gradients of any dtype.
@@ -312,7 +313,7 @@ def _ddp(
     options: dict[str, Any],
 ) -> DistributedDataParallel:
     sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.spread_tensors()]
-    # Of dense layers in few bits DDP would send the weights, which are buffers, in every forward.
+    # The weights of quantised dense layers are buffers, which DDP would broadcast in every forward.
     dense = {
         f"{name}.packed".lstrip("."): one.packed
         for name, one in model.named_modules()
@@ -330,10 +331,10 @@ def _ddp(
 
 
 class _ReplicaAverage:
-    """Averages the gradients of experts over the ranks with the same experts; it is a forward pre-hook of DDP.
+    """Averages the gradients of experts over the ranks with the same experts. A forward pre-hook of DDP.
 
     The average is taken over the accumulated gradient. A part that was averaged after an earlier backward pass is equal
-    on all ranks, so another average does not change it. DDP does the same with its own parameters.
+    on all ranks, so averaging it again does not change it. DDP does the same with its own parameters.
     """
 
     def __init__(self, experts: list[ExpertShards], mesh: DeviceMesh) -> None:
@@ -382,7 +383,7 @@ def _fsdp(
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return whether fully_shard is applied to experts, to cast them or to cut them among ranks with the same ones."""
+    """Return whether fully_shard is applied to experts, to cast them or to cut them over the ranks that have them."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 
@@ -393,8 +394,8 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _move_to_mesh(experts: ExpertShards, mesh: DeviceMesh) -> None:
-    """Make parameters DTensors on another mesh of the same ranks, because fully_shard only cuts parameters on a part of
-    its own mesh.
+    """Replace parameters by DTensors on ``mesh``, which has the same ranks, because fully_shard requires that their
+    mesh and its own are parts of one mesh.
     """
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):

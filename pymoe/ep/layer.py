@@ -1,8 +1,8 @@
 """Layers whose experts are spread over the ranks of a group, and their calls.
 
-The order of a call: choice of experts, by the layer; start of the count exchange; rows gathered into the send buffer;
-one read of the counts of all ranks; dispatch started; work that needs no rows; chunk by chunk: wait, compute, start the
-combine; the weighted sum. With ``transport="padded"`` the host reads nothing.
+A call does the following in this order: choose experts; start the count exchange; gather rows into the send buffer;
+read the counts of all ranks, once; start the dispatch; do work that needs no rows; chunk by chunk, wait, compute and
+start the combine; compute the weighted sum. With ``transport="padded"`` the host reads nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ RunExperts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] |
 
 
 class ShardedLayer(nn.Module):
-    """A layer whose experts :func:`pymoe.ep.shard` has spread over ranks: its state, which users may read.
+    """A layer whose experts :func:`pymoe.ep.shard` has spread over ranks, with statistics that users may read.
 
     Its calls are collective: every rank of the group calls the layer the same number of times, each with its own tokens
     (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
     gradients are wrong if ranks run the backward passes of several calls in different orders.
 
-    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, which read this unless rows
-    travel in padded buffers. The others wait for the rows of a rank that raises later: over gloo they raise
+    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, and they raise, too, unless
+    rows travel in padded buffers. If a rank raises later, the others wait for its rows: over gloo they raise
     :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
-    has ended, and otherwise when the group's timeout is over. The group cannot be used any more then. So a process that
-    has raised should end.
+    has ended; in all other cases, when the group's timeout has passed. After that the group is unusable, so a process
+    that has raised should end.
 
-    It works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
+    The layer works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
     """
 
@@ -66,7 +66,7 @@ class ShardedLayer(nn.Module):
 
     @property
     def last_loads(self) -> list[list[int]] | None:
-        """Return (R, E): the number of slots of each rank for each expert in the last call; None before.
+        """Return (R, E): the number of choices of each expert on each rank in the last call; None before the first.
 
         With ``transport="padded"`` this waits for the device.
         """
@@ -74,9 +74,9 @@ class ShardedLayer(nn.Module):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """Return a scalar int64 on the device: the rows that did not fit in all calls so far; None with "exact".
+        """Return a scalar int64 on the device: the number of rows that did not fit, over all calls; None if not padded.
 
-        ``overflowed.zero_()`` starts a new count. Calls that are recomputed count again.
+        ``overflowed.zero_()`` restarts the count. Calls recomputed by checkpointing are counted again.
         """
         return self.notes["overflowed"] if self.sharding.transport == "padded" else None
 
@@ -91,7 +91,7 @@ class ShardedLayer(nn.Module):
 
 
 class ExpertCall:
-    """One call of a layer: a context manager in which the layer chooses experts, and then begins and finishes.
+    """One call of a layer: a context manager in which the layer chooses experts, then calls ``begin`` and ``finish``.
 
     Errors in the context are reported to the other ranks: before :meth:`begin` by the count exchange, later to ranks
     that wait for rows.
@@ -122,10 +122,10 @@ class ExpertCall:
 
         Args:
             rows_TH: (T, H), the tokens as they will travel.
-            gate: their choice of experts.
+            gate: the experts chosen for these tokens.
             capacity_factor: the layer's capacity factor, or None.
             options: all other options on which rows and gradients depend, as alternating names and values.
-            own_routing: the routing of the choices to all experts, if the layer has made it.
+            own_routing: the routing of the choices to all experts, if the layer has already computed it.
 
         Returns:
             The dispatcher of the rows, with the counts of all ranks.
@@ -151,15 +151,15 @@ class ExpertCall:
 
         Args:
             experts: this rank's experts.
-            weights_TK: (T, K), the factors of the choices.
-            meanwhile: work that is done while the first rows travel.
+            weights_TK: (T, K), the weights of the choices.
+            meanwhile: called while the first rows travel.
         """
         dispatcher = self._dispatcher
         assert self._rows_SH is not None
         handles = dispatcher.start(self._rows_SH, weights_TK)
         self._rows_SH = None  # the exchange keeps it alive as long as it is needed
-        # Weights of clones are sent when the experts are called, after FSDP has gathered them; without clones, other
-        # work need not wait for that.
+        # With clones, `experts` calls `meanwhile`, once it has sent the weights of clones: FSDP gathers them for that
+        # call. Without clones, the other work need not wait.
         if meanwhile is not None and not self._sharding.clones:
             meanwhile()
             meanwhile = None
@@ -179,7 +179,7 @@ class ExpertCall:
 
 
 def update_sharding(model: nn.Module, experts: set[ExpertShards], **changes: Any) -> None:
-    """Change fields of the sharding of experts, and of the layers of a model that have them."""
+    """Change fields of the sharding of ``experts``, and of the layers in ``model`` that have them."""
     changed: dict[Any, None] = dict.fromkeys(experts)
     changed |= dict.fromkeys(
         layer for layer in model.modules() if isinstance(layer, ShardedLayer) and layer.experts in experts
@@ -189,10 +189,10 @@ def update_sharding(model: nn.Module, experts: set[ExpertShards], **changes: Any
 
 
 def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_TH: Tensor) -> None:
-    """Before counts are sent, check shapes, devices and dtypes of parameters, without reading their values.
+    """Check shapes, devices and dtypes of parameters before counts are sent, without reading values.
 
-    After that, other ranks send their rows and wait for answers: an operator that refused parameters then would leave
-    them waiting, and a rank without experts would not notice a mistake that all ranks have made.
+    Once the counts are sent, other ranks send rows and wait for results. If an operator refused the parameters then,
+    they would wait in vain, and a rank without experts would not notice a mistake that all ranks have made.
 
     Args:
         sharding: the layer's sharding.
@@ -231,13 +231,13 @@ def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...
 
 
 def check_mode() -> None:
-    """Raise inside transforms of :mod:`torch.func` and in forward mode, in which rows cannot travel."""
+    """Raise inside transforms of :mod:`torch.func` and in forward-mode autograd, which the exchanges do not support."""
     if is_transformed():
         raise RuntimeError("MoE: experts on several ranks have no derivatives inside torch.func or in forward mode")
 
 
 def _shown(experts: Any) -> str:
-    """Return ascending numbers as text: "0 to 3", or "0, 5 and 6"."""
+    """Return ascending expert numbers as text: "0 to 3", "0, 5 and 6", or "none"."""
     if not experts:
         return "none"
     if len(experts) == 1 or experts[-1] - experts[0] == len(experts) - 1:
@@ -266,9 +266,9 @@ class ShardedMoE(ShardedLayer, MoE):
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
 
         Raises:
-            TypeError: as :class:`pymoe.nn.MoE`; the other ranks raise :class:`GroupError`.
-            ValueError: the same.
-            RuntimeError: inside a transform of :mod:`torch.func`, or in forward mode.
+            TypeError: as for :class:`pymoe.nn.MoE`; the other ranks raise :class:`GroupError`.
+            ValueError: likewise.
+            RuntimeError: called inside a transform of :mod:`torch.func`, or in forward-mode autograd.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
                 more rows than ``room``.
         """
@@ -280,12 +280,12 @@ class ShardedMoE(ShardedLayer, MoE):
             rows_TH: Tensor
             (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]
             self._check_choice(rows_TH, gate.experts, gate.weights)
-            wide = accumulate_dtype(rows_TH.dtype)  # weights may travel, in the same dtype from every rank
+            wide = accumulate_dtype(rows_TH.dtype)  # weights may travel, so every rank must send the same dtype
             gate = gate._replace(weights=gate.weights.to(wide))
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
-            if weights_TK is not gate.weights:  # other losses may have changed them
+            if weights_TK is not gate.weights:  # a user's losses may have changed them
                 check_choice(rows_TH, gate.experts, weights_TK)
                 weights_TK = weights_TK.to(wide)
             shared_TH: Any = None
@@ -320,7 +320,7 @@ class ShardedMoE(ShardedLayer, MoE):
     def _with_losses(self, gate: Gate, logits_TE: Tensor, dispatcher: TokenDispatcher) -> tuple[Tensor, RouterLosses]:
         if self.sharding.scope == "rank":
             return self.losses(gate, logits_TE)  # type: ignore[no-any-return]
-        # Each rank injects a loss whose mean over ranks is the loss of all tokens, even if ranks have different numbers
-        # of tokens.
+        # Scale each rank's loss so that the mean over ranks is the loss of all tokens, even if ranks have different
+        # numbers of tokens.
         load, share = dispatcher.group_load_and_share()
         return self.losses(gate, logits_TE, load=load, share=share)  # type: ignore[no-any-return]

@@ -23,11 +23,13 @@ from pymoe.nn.stacked_experts import StackedExperts, handlers
 
 
 class ShardedModule(ShardedLayer, ExpertShards):
-    """The experts of a model of transformers, spread over ranks; :func:`pymoe.ep.shard` makes it of an experts module.
+    """The experts of a model of transformers, spread over ranks; :func:`pymoe.ep.shard` makes it from an experts
+    module.
 
-    It is the layer and its experts in one: the router is outside. Its class has the name of the class that it had and
-    is derived from that. Parameters keep their names and shapes; they are DTensors, cut along the experts. Calls are
-    collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of their rank.
+    It is both the layer and its experts, as the router is a separate module. Its class is derived from the class that
+    the module had, and has the same name. Parameters keep their names and shapes; they are DTensors, cut along the
+    experts. Calls are collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of
+    their rank.
     """
 
     described: StackedExperts
@@ -53,10 +55,10 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
         Raises:
             TypeError: an argument or a parameter has the wrong dtype; the other ranks raise :class:`GroupError`.
-            ValueError: an argument or a parameter has the wrong shape, or the module runs another implementation of
-                experts; the same.
-            IndexError: an index lies outside 0..E-1; the same.
-            RuntimeError: inside a transform of :mod:`torch.func`, or in forward mode.
+            ValueError: likewise if an argument or a parameter has the wrong shape, or the module runs another
+                implementation of experts.
+            IndexError: likewise if an index lies outside 0..E-1.
+            RuntimeError: called inside a transform of :mod:`torch.func`, or in forward-mode autograd.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
                 more rows than ``room``.
         """
@@ -90,9 +92,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """Replace the parameters by DTensors that have only this rank's experts in memory.
 
         Args:
-            described: the module's experts.
+            described: the description of the module's experts.
             sharding: their sharding.
-            made: the DTensors that were made before, by the ids of the parameters that they replaced.
+            made: the DTensors made so far, keyed by the ids of the parameters that they replaced; new ones are added.
         """
         self.described = described
         self.parameter_names = described.names
@@ -109,7 +111,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return weight.transpose(1, 2) if self.described.transposed else weight
 
     def _rows(self, hidden_states: Tensor) -> Tensor:
-        """Return the rows as they travel: in the dtype in which they are multiplied by the weights."""
+        """Check ``hidden_states``; return it as the rows to send, in the dtype of the products with the weights."""
         checks.floating("MoE", "hidden_states", hidden_states)
         checks.rank("MoE", "hidden_states", hidden_states, "(T, H)")
         checks.size("MoE", "hidden_states", hidden_states, 1, hidden_size_of(self, self.described), "H of the experts")
@@ -122,14 +124,14 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle with the class that the module had, because the object's own class is not in any module."""
+        """Copy and pickle by way of the class that the module had, because pickle cannot import the derived class."""
         before = _class_before(type(self))
         return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
 
 
 @functools.cache
 def sharded_class(cls: Any) -> Any:
-    """Return the class of modules of the class ``cls`` after their experts have been spread over ranks."""
+    """Return the class that modules of the class ``cls`` get when their experts are spread over ranks."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ def modules_of(model: nn.Module) -> dict[str, tuple[nn.Module, StackedExperts]]:
     """Return the experts modules of other packages in a model, by name, with their descriptions.
 
     Raises:
-        TypeError: parameters are not of a floating dtype, or of different ones.
+        TypeError: parameters are not of a floating dtype, or have different dtypes.
         ValueError: experts cannot be spread over ranks.
     """
     found = {}

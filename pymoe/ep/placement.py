@@ -1,6 +1,6 @@
 """Expert placement: contiguous shards, or a placement by measured load with replicas of hot experts.
 
-Pure functions of counts, in integers only: every rank that knows the counts makes the same plan without a message.
+Pure functions of counts, in integers only: every rank that has the counts computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Shares(NamedTuple):
 
 
 def contiguous(experts: int, ranks: int) -> Placement:
-    """Return the shards of :func:`torch.chunk`, which DTensor's ``Shard(0)`` makes.
+    """Return the placement in contiguous shards, as :func:`torch.chunk` and DTensor's ``Shard(0)`` divide experts.
 
-    Rank r holds the experts from r * ceil(E / R) on: 6 experts on 4 ranks are divided into 2, 2, 2 and 0.
+    Rank r holds up to ceil(E / R) experts, from r * ceil(E / R) on: 6 experts on 4 ranks give 2, 2, 2 and 0.
 
     Args:
         experts: E, at least 1.
         ranks: R, at least 1.
 
     Raises:
-        TypeError: not an int.
-        ValueError: below 1.
+        TypeError: an argument is not an int.
+        ValueError: an argument is below 1.
     """
     _check_size("contiguous", "experts", experts)
     _check_size("contiguous", "ranks", ranks)
@@ -79,17 +79,17 @@ def contiguous(experts: int, ranks: int) -> Placement:
 def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     """Return a placement that balances ``load`` over the ranks.
 
-    This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there are places for replicas, the
+    This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there is room for replicas, the
     expert with the most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank
-    with a free place. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve it: a
-    copy that finds no other rank with a free place is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
+    with free room. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve it: a
+    copy for which no other rank has room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
     without replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
 
-    The fullest rank never has more of ``load`` than under :func:`contiguous`, which is returned if it is as good, so
-    that nothing moves. Ties go to the lower expert and the lower rank.
+    The fullest rank never has more of ``load`` than under :func:`contiguous`. If the latter is equally good, it is
+    returned, so that nothing moves. Ties go to the lower expert and the lower rank.
 
     Args:
-        load: (E,) int32 or int64 on the CPU, rows of each expert in the past, none negative.
+        load: (E,) int32 or int64 on the CPU, the number of rows of each expert in the past, none negative.
         ranks: R, at least 1.
         replicas: the number of copies that a rank can hold beyond its experts; with 0, experts are only moved.
 
@@ -160,7 +160,7 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 
 
 def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> Shares:
-    """Return shares in which every host gets its quota of rows, and as few rows as possible travel.
+    """Return shares in which every host gets its quota of rows, with as few rows sent as possible.
 
     A source that is a host of an expert keeps its own rows, up to its quota. The other sources fill the remaining
     quotas, with sources and hosts in order.
@@ -203,7 +203,9 @@ def check_counts(name: str, counts: Tensor) -> None:
 
 
 def _copies(rows: list[int], ranks: int, extra: int) -> list[int]:
-    """Return the number of copies of each expert after ``extra`` went to those with the most rows per copy."""
+    """Return the number of copies of each expert after up to ``extra`` more, each given to the expert with the most
+    rows per copy.
+    """
     copies = [1] * len(rows)
     for _ in range(extra):
         split = [expert for expert, number in enumerate(copies) if number < ranks]  # one on every rank is enough
@@ -222,7 +224,7 @@ def _even_quotas(rows: list[int], placement: Placement) -> list[list[int]]:
 
 
 def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width: int) -> list[list[int]]:
-    """Return for every source its rows at each host, as lists of length ``width``."""
+    """Return, for every source, the number of its rows for each host, as lists of length ``width``."""
     left, open_quotas = list(sources), list(quotas)
     given = [[0] * width for _ in sources]
 

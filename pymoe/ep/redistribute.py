@@ -5,7 +5,7 @@ weights of expert e there; ``load_state_dict`` expects the same. An optimizer th
 its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
 out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
 before ``shard`` (it would update parameters that no layer uses any more). A ``DistributedDataParallel`` that would
-average spread experts, and an optimizer that would hand them and whole parameters to one function of torch, are errors.
+average spread experts raises, and so does an optimizer that would pass them and whole parameters to one torch function.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ def redistribute(
 ) -> nn.Module:
     """Move experts to the ranks that a placement names, with their gradients and optimizer state.
 
-    This works in place, between two steps: parameters stay the same objects, so optimizers, DDP and FSDP keep working.
-    Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes, and with
-    it :attr:`ShardedLayer.sharding`.
+    This works in place, between two training steps: parameters stay the same objects, so optimizers, DDP and FSDP keep
+    working. Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes,
+    and with it :attr:`ShardedLayer.sharding`.
 
     ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
     checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
-    process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange experts: every
-    rank must call them, and since ``state_dict()`` returns copies, ``load_state_dict()`` is needed after
-    ``torch.distributed.checkpoint.load``. Parameters themselves (``full_tensor()``) are in the order of
+    process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange experts, so
+    every rank must call them. ``state_dict()`` then returns copies, so call ``load_state_dict()`` after
+    ``torch.distributed.checkpoint.load``. The parameters themselves (``full_tensor()``) are in the order of
     ``sharding.order``.
 
     The call is collective, over the group of the layers and, after :func:`data_parallel`, over the ranks with copies of
-    the experts. Ranks compare their arguments; then experts are sent, and when all have arrived, every rank puts them
-    in their places. If a rank raises or dies before that, nothing has changed on any rank. The call needs additional
-    memory for the weights, gradients and optimizer state of a rank's experts. Call it between ``optimizer.step()`` and
-    the next forward pass: a backward pass raises if its forward pass ran before the call, and gradients that FSDP has
-    yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of the model, such as
-    moving averages, keep their placement until they are moved, too.
+    the experts. Ranks compare their arguments; then experts are sent, and when all have arrived, every rank copies
+    them into its parameters. If a rank raises or dies before that, nothing has changed on any rank. The call needs
+    additional memory for the weights, gradients and optimizer state of a rank's experts. Call it between
+    ``optimizer.step()`` and the next forward pass: a backward pass raises if its forward pass ran before the call, and
+    gradients that FSDP has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of
+    the model, such as moving averages, keep their placement until they are moved, too.
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
-        placement: one placement for all layers, or placements by the names of layers in ``model``; layers without one
-            stay as they are. A placement must have no replicas, and as many experts on each rank as ``torch.chunk``
-            gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
+        placement: one placement for all layers, or placements by the names of layers in ``model``; layers without a
+            placement keep their own. A placement must have no replicas, and as many experts on each rank as
+            ``torch.chunk`` gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
             ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
             :func:`pymoe.ep.placement.contiguous` restores the first placement.
-        optimizer: the optimizer of these experts, or several. If an optimizer has state for them and is left out, its
-            next step raises. An optimizer may be made after the call; before a state is loaded into it, either it must
-            have made a step (``set_state_dict`` makes one), or this function must be called with it and the present
+        optimizer: the optimizer of these experts, or several. If an optimizer that has state for them is left
+            out, its next step raises. An optimizer may be made after the call; before a state is loaded into it, it
+            must have made a step (``set_state_dict`` makes one), or have been given to this function with the current
             placement.
 
     Returns:
@@ -164,7 +164,7 @@ def _layers_of(model: Any) -> dict[str, ShardedLayer]:
 
 
 def _orders(layers: dict[str, ShardedLayer], placement: Any) -> dict[ExpertShards, tuple[int, ...] | None]:
-    """Return the new order of experts for every module of experts whose order ``placement`` changes."""
+    """Return the new order of experts for each experts module that ``placement`` reorders."""
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     found: dict[ExpertShards, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
@@ -188,7 +188,7 @@ def _orders(layers: dict[str, ShardedLayer], placement: Any) -> dict[ExpertShard
 
 
 def _check_all_owners(layers: dict[str, ShardedLayer], moving: Iterable[ExpertShards]) -> None:
-    """Raise if a layer that is not in ``layers`` shares parameters with the experts ``moving``."""
+    """Raise if a layer outside of ``layers`` shares parameters with the experts in ``moving``."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
     for experts in all_sharded_experts:
@@ -258,13 +258,13 @@ def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: l
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            with torch.no_grad():  # this shares the tensor's version counter, so autograd detects the change
+            with torch.no_grad():  # the local tensor shares the version counter, so autograd detects the change
                 found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
 
 def _groups(layers: dict[str, ShardedLayer]) -> list[dist.ProcessGroup]:
-    """Return the process groups whose ranks must agree, each once."""
+    """Return the process groups in which ranks must agree, without duplicates."""
     shardings = [layer.sharding for layer in layers.values()]
     meshes = [one.mesh if one.data_parallel_mesh is None else one.data_parallel_mesh for one in shardings]
     return list({mesh.get_group(): None for mesh in meshes})
@@ -273,14 +273,16 @@ def _groups(layers: dict[str, ShardedLayer]) -> list[dist.ProcessGroup]:
 # Optimizers.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ExpertShards, int]] = WeakKeyDictionary()
-"""The optimizers whose state dicts are converted, with the number of moves of each module that their state has
-followed."""
+"""The registered optimizers, whose state dicts are converted: for each experts module, the value of ``moves`` up to
+which the optimizer's state has followed."""
 _hooks: list[Any] = []
 
 
 def watch_torch() -> None:
-    """Refuse what torch does with sharded models and cannot do right, from now on: steps of optimizers with outdated
-    state or parameters, steps with unlike tensors in one function, and the averages of DDP.
+    """Register global hooks in torch, once, that raise where torch would train a sharded model wrongly.
+
+    These are steps of optimizers with outdated state or parameters, or with DTensors and other tensors in one function,
+    and averages of spread experts by DDP.
     """
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_before_wrapping))
@@ -288,7 +290,7 @@ def watch_torch() -> None:
 
 
 def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if ``outer`` is a DistributedDataParallel that would average experts of which ranks have different ones."""
+    """Raise if ``outer`` is a DistributedDataParallel that would average experts that differ between ranks."""
     if inner is None or not isinstance(outer, DistributedDataParallel):
         return
     layers = [layer for layer in inner.modules() if isinstance(layer, ShardedLayer)]
@@ -302,10 +304,10 @@ def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> No
 
 
 def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: ExpertSharding) -> dict[str, DTensor]:
-    """Return the state that an optimizer has for every expert of a parameter, by name.
+    """Return an optimizer's state for a parameter, by name, as far as it is stacked along the experts.
 
     Raises:
-        ValueError: some of its state cannot be divided among experts.
+        ValueError: some other state has more than one element.
     """
     found: dict[str, DTensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
@@ -338,7 +340,7 @@ def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        # A replaced parameter that has a gradient is still used elsewhere, so its optimizer is right.
+        # A replaced parameter that has a gradient is still used elsewhere, so an optimizer may update it.
         if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
@@ -354,13 +356,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_groups(optimizer: Optimizer) -> None:
-    """Raise if an optimizer would hand experts and whole parameters to one function of torch together."""
+    """Raise if an optimizer would pass spread experts and whole parameters to one torch function together."""
     for group in optimizer.param_groups:
         way = next((way for way in ("foreach", "fused") if group.get(way)), None)
         if way is None:
             continue
         kinds = {(one.device, one.dtype, isinstance(one, DTensor)) for one in group["params"] if one.grad is not None}
-        if len(kinds) > len({kind[:2] for kind in kinds}):  # torch calls one function for a device and dtype
+        if len(kinds) > len({kind[:2] for kind in kinds}):  # torch makes one call per device and dtype
             raise ValueError(
                 f"{type(optimizer).__name__}: {way} must be False for DTensors, such as experts that are spread over "
                 f"ranks, together with other parameters of their dtype, got {way}={group[way]}"
@@ -394,7 +396,7 @@ def _converted(
 ) -> dict[str, Any]:
     placed = [one for one in all_sharded_experts if one.sharding.order is not None]
     shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
-    # Pair keys and parameters by their order, since torch.distributed.checkpoint replaces the numbers by names.
+    # Pair keys and parameters by their order, since torch.distributed.checkpoint replaces the integer keys with names.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
     for key, parameter in zip(keys, _parameters(optimizer), strict=False):

@@ -1,4 +1,4 @@
-"""shard: spread the experts of a model's layers over the ranks of a group; shard_on_load: while it is loaded."""
+"""shard spreads the experts of a model's layers over the ranks of a group; shard_on_load does so while it is loaded."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def shard(
     Layers are every :class:`pymoe.nn.MoE` and, once :mod:`pymoe.integrations.transformers` is imported, every experts
     module behind transformers' interface, which must run with ``experts_implementation="pymoe"``.
 
-    Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by the ranks, and ranks may have
-    none. Expert parameters become DTensors (``Shard(0)`` on the mesh) with the shapes and names that they had, so
+    Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by R, and ranks may have no
+    experts. Expert parameters become DTensors (``Shard(0)`` on the mesh) with their old shapes and names, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
     every rank. Make optimizers afterwards: the next step of an earlier one raises. Every rank must hold the same model:
     the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
@@ -70,9 +70,10 @@ def shard(
     of inputs; layers with biases in bfloat16 on GPUs of compute capability 9.0 and 10.0, where one process adds biases
     after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
     this holds if the choices and their weights, which come from transformers' router, are those of one process;
-    gradients of these weights have its bits, too. An activation that pymoe does not fuse must compute every row from
-    that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`) keep their packed weights, of
-    which each rank has its experts' (``packed`` becomes a DTensor); they take no ``clones`` and do not move.
+    gradients of these weights are then also bit for bit those of one process. An activation that pymoe does not fuse
+    must compute every row from that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`)
+    keep their packed weights, of which each rank has its experts' (``packed`` becomes a DTensor); they take no
+    ``clones`` and do not move.
 
     Args:
         model: any module; layers inside that are quantised (``MoE`` with ``QuantizedExperts``), of subclasses of
@@ -83,8 +84,8 @@ def shard(
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
-            experts. While one is under way, the experts of the one before compute, forward and backward. It is reduced
-            to the number of experts of a rank if it is larger.
+            experts. While one is under way, the experts of the one before compute, forward and backward. The
+            largest number of experts of a rank is used if it is smaller.
         scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
             parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
             over ranks of the losses is that of all tokens. Not for experts of transformers, whose losses are
@@ -239,7 +240,7 @@ def _chunks_of(num_experts: int, mesh: DeviceMesh, chunks: int) -> int:
 def _check_padded(
     mesh: DeviceMesh, numbers: list[int], chunks: int, room: int | None, clones: int, deduplicate: bool
 ) -> None:
-    """Raise unless options fit ``transport="padded"``, in layers with these numbers of experts."""
+    """Raise unless the options are allowed with ``transport="padded"``, for layers with these numbers of experts."""
     if clones:
         raise ValueError(f"shard: clones must be 0 with transport='padded', got {clones}")
     if deduplicate:
@@ -273,7 +274,9 @@ def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Raise unless ``mesh`` lists the ranks in the order of its group: DTensors use the former, rows the latter."""
+    """Raise unless ``mesh`` lists the ranks in the order of its group: DTensors use the order of the mesh, exchanges
+    of rows that of the group.
+    """
     listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if listed != group:
         raise ValueError(f"shard: mesh must list its ranks in the order of their group, {group}, got {listed}")
@@ -312,7 +315,7 @@ def _layers_of(model: Any) -> dict[str, MoE]:
 
 
 def _check_found(model: nn.Module, layers: dict[str, MoE], modules: dict[str, Any], scope: Scope) -> None:
-    """Raise unless a model has layers, and all of them take the scope."""
+    """Raise unless the model has layers, and all of them support ``scope``."""
     if not layers and not modules:
         raise ValueError(
             f"shard: model must hold a pymoe.nn.MoE, or experts of transformers (which are found once "
@@ -326,7 +329,7 @@ def _check_found(model: nn.Module, layers: dict[str, MoE], modules: dict[str, An
 
 
 def _described_parameters(experts: nn.Module) -> dict[str, Any]:
-    """Return the properties of experts that must be equal on all ranks, by their names in error messages."""
+    """Return the properties of experts that must be equal on all ranks, keyed by their names in error messages."""
     said: dict[str, Any] = {}
     for name, parameter in experts.named_parameters():
         said |= {
@@ -338,7 +341,7 @@ def _described_parameters(experts: nn.Module) -> dict[str, Any]:
 
 
 def _described(layer: MoE) -> dict[str, Any]:
-    """Return the properties of a layer that must be equal on all ranks, by their names in error messages."""
+    """Return the properties of a layer that must be equal on all ranks, keyed by their names in error messages."""
     said: dict[str, Any] = {"options": repr(layer)} | _described_parameters(layer.experts)
     copies = {f"router.{name}": one for name, one in [*layer.router.named_parameters(), *layer.router.named_buffers()]}
     if layer.shared is not None:
@@ -347,7 +350,7 @@ def _described(layer: MoE) -> dict[str, Any]:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """Return a checksum of a tensor's bits, in their order; None if it has no memory."""
+    """Return the CRC-32 of a tensor's bytes in row-major order; None for a tensor on the meta device."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if whole.is_meta:
         return None
@@ -368,14 +371,15 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
         with pymoe.ep.shard_on_load(mesh):
             model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="pymoe")
 
-    :func:`shard` is called for the model on the meta device, before any weight is read. Then transformers reads, of
-    every tensor of experts, the part of this rank: whole tensors for single experts, slices of stacked ones. So the
-    peak of a rank's memory is its own share of the model and one layer of that share, besides pages of mapped files.
-    Weights of the model are those that ``from_pretrained`` and :func:`shard` give one after the other. All other
-    weights are on every rank. With a ``PymoeConfig``, or files that pymoe has saved, each layer's experts are packed or
-    taken from the file as in one process, and cut to this rank's: a layer's part of the peak is the whole layer.
+    :func:`shard` is called for the model on the meta device, before any weight is read. Then transformers reads only
+    the experts of this rank: whole tensors where each expert has its own, slices of stacked tensors. So a rank's peak
+    memory is its own share of the model plus one layer of that share, besides pages of mapped files. The weights equal
+    those after ``from_pretrained`` and then :func:`shard`. Weights other than those of experts are on every rank. With
+    a ``PymoeConfig``, or files that pymoe has saved, each layer's experts are packed or read whole, as in one process,
+    and then cut to those of this rank: the peak then includes one whole layer.
 
-    One model is loaded in a context. If this fails on one rank, every rank raises at the end of the context or before.
+    Exactly one model must be loaded in a context. If this fails on one rank, every rank raises, at the end of the
+    context at the latest.
 
     Args:
         mesh: the ranks, as for :func:`shard`. All of them load the same checkpoint.
@@ -384,7 +388,7 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
     Raises:
         ValueError: no model was loaded, or several; another package quantises it; the checkpoint lacks weights of
             experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model.
-        RuntimeError: transformers cannot read only a part of the weights, as in versions that are too old.
+        RuntimeError: transformers cannot read parts of the weights; its version may be too old.
         GroupError: the ranks differ in weights that all of them have, or another rank failed.
     """
     loading = _Loading(mesh, options)
@@ -400,20 +404,20 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
         problem = error
     finally:
         on_load.reset(token)
-    # A rank that fails before it calls shard tells the others, which wait in shard, here.
+    # If this rank failed before it called shard, this tells the others, which wait in shard.
     same = {} if problem is not None or loading.model is None else _checksums(loading.model)
     assert_same_on_all_ranks("shard_on_load", loading.group, {"weight": same}, problem)
 
 
 class _Loading:
-    """The model that is loaded in a context."""
+    """The model that a :func:`shard_on_load` context loads, and the callbacks for transformers' loading."""
 
     def __init__(self, mesh: DeviceMesh | dist.ProcessGroup, options: dict[str, Any]) -> None:
         self._mesh, self._options = mesh, options
         self.group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         self.model: nn.Module | None = None
         self.told = False
-        """True if ``shard`` has raised, which every rank of the group does."""
+        """True while ``shard`` runs, and after it has raised; every rank of the group raises then."""
 
     def begins(self, model: nn.Module) -> bool:
         """Remember the model that is loaded; return False for an adapter, which is read into this model later."""
@@ -438,6 +442,6 @@ class _Loading:
 
 
 def _checksums(model: nn.Module) -> dict[str, int | None]:
-    """Return the checksums of what every rank has, by name."""
+    """Return the checksums of the parameters and buffers that every rank has whole, by name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: checksum(tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)}

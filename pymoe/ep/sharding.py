@@ -1,7 +1,7 @@
 """The sharding of a layer's experts over a group of ranks: which rank has which experts.
 
 Experts are numbered as in one process. Parameters are stacked along positions, and each rank has a range of positions;
-the current placement says which expert is at which position. All ranks hold equal descriptions.
+the current placement says which expert is at which position. The descriptions are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RoutingTables(NamedTuple):
     index_in_chunk: Tensor
     """(E,): the index of each expert among the experts that its rank has in the same chunk."""
     first_row: Tensor
-    """(chunks * R + 1,): the first row for each destination, with :attr:`ExpertSharding.padded_rows` for each."""
+    """(chunks * R + 1,): the first row of each destination in a padded send buffer; last, the number of rows in it."""
     all_rows: Tensor
-    """(2,): 0, and the number of rows for all destinations together."""
+    """(2,): 0, and the number of rows in a padded send buffer."""
 
 
 def shard_ranges(num_experts: int, ranks: int) -> list[range]:
@@ -54,7 +54,7 @@ def shard_ranges(num_experts: int, ranks: int) -> list[range]:
 
 @dataclass(frozen=True)
 class ExpertSharding:
-    """Describe how the experts of one layer are spread over a group of ranks, and how rows travel to them."""
+    """Describes how the experts of one layer are spread over a group of ranks, and how rows travel to them."""
 
     layer: str
     """Name of the layer in its model."""
@@ -70,7 +70,7 @@ class ExpertSharding:
     model: int = 1
     """Number of the layer's model, from 1 on, among the models that are sharded over the same group."""
     clones: int = 0
-    """The maximum number of clones of experts that a rank computes with in a call."""
+    """The maximum number of other ranks' experts that a rank may clone in a call."""
     min_rows_to_clone: int = 1
     """The smallest number of rows for which an expert is cloned."""
     order: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ class ExpertSharding:
 
     @cached_property
     def title(self) -> str:
-        """Return the name of the layer in errors; its number in messages between ranks is computed from this name."""
+        """Return the name by which errors call the layer; its number in messages between ranks is computed from it."""
         return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
@@ -128,7 +128,7 @@ class ExpertSharding:
 
     @cached_property
     def chunk_experts(self) -> list[list[Sequence[int]]]:
-        """Return (chunks, R): the experts of each rank in each chunk; a chunk has the same share of every rank."""
+        """Return (chunks, R): the experts of each rank in each chunk; chunks divide them as evenly as possible."""
         return [
             [own[c * len(own) // self.chunks : (c + 1) * len(own) // self.chunks] for own in self.experts_of_ranks]
             for c in range(self.chunks)
@@ -164,7 +164,9 @@ class ExpertSharding:
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:
-        """Return the routing tables on ``device``, which the first call for this device makes and later calls reuse."""
+        """Return the routing tables on ``device``; the first call for a device creates them, and later calls reuse
+        them.
+        """
         if device not in self._tables:
             with torch.inference_mode(False):  # the tables outlive the call
                 self._tables[device] = self._make_tables(device)

@@ -79,18 +79,18 @@ def apply_experts(
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; a router's choice.
         weights: (T, K), any floating dtype; float64 for float64 ``x`` only.
         w_in: (E, N, H), the dtype of ``x``, with N = 2F (gate above up) for gated activations, else N = F. Any strides:
-            a transposed view of an (E, H, N) parameter is read in place. Or such weights in 8 or 4 bits from
+            a transposed view of an (E, H, N) parameter is read in place. Or weights quantised by
             :func:`pymoe.ops.quantize_weight`: then ``w_out`` must be quantised too, the products are computed by
             :func:`pymoe.ops.quantized_linear`, and the weights get no gradient.
         w_out: (E, O, F), the dtype of ``x``, any strides. O is usually H.
         b_in: (E, N), the dtype of ``x``, or None.
         b_out: (E, O), the dtype of ``x``, or None.
         activation: a kind of :func:`pymoe.ops.expert_activation`; or a function that is called between the two
-            products, takes rows (S, N) and returns rows (S, F), each computed from its own row alone.
-        capacity: the most slots that an expert takes; further slots, in the order of tokens, add nothing. ``None``
+            products, takes rows (S, N) and returns rows (S, F), computing each row independently of the others.
+        capacity: the maximum number of slots of an expert; further slots, in the order of tokens, add nothing. ``None``
             drops nothing.
-        foreign_experts: let values of E and above stand for experts that are elsewhere (on other ranks of expert
-            parallelism); they add nothing to ``y``.
+        foreign_experts: allow values of E and above, for experts on other ranks of expert parallelism; they add nothing
+            to ``y``.
 
     Returns:
         (T, O), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, ``weights``
@@ -172,7 +172,7 @@ def apply_experts_fused(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Do the work of :func:`apply_experts` after autocast, for arguments that fit and for which is_one_call is true."""
+    """Do the work of :func:`apply_experts`, for checked arguments that autocast has cast, if is_one_call is true."""
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     options, x = activation_options(activation), x.contiguous()
     if is_differentiated(x, weights, w_in, w_out, b_in, b_out):
@@ -287,11 +287,11 @@ NAME = "apply_experts"
 def choice_for_kernels(
     x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool
 ) -> tuple[Tensor, Tensor, int | None]:
-    """Return experts, weights and capacity as the native calls take them; in debug mode check every expert."""
+    """Convert experts, weights and capacity for the native calls; on a GPU in debug mode, also check every index."""
     if not experts.is_cpu:  # on the CPU the kernel checks them
         index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
     wide = accumulate_dtype(x.dtype)
-    if weights.dtype != wide:  # usually they are equal, and comparing costs less than a cast that changes nothing
+    if weights.dtype != wide:  # compare first: they are usually equal, and even a cast that changes nothing costs more
         weights = weights.to(wide)
     return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
 
@@ -309,7 +309,7 @@ def check_biases(
 
 
 def check_options(activation: object, capacity: object, foreign_experts: object) -> None:
-    """Raise unless the options are of their kinds."""
+    """Raise unless each option has the right type and is in range."""
     if not callable(activation):
         check_kind(NAME, "activation", activation)
     if capacity is not None:
@@ -351,14 +351,14 @@ def check_quantized_networks(
     check_inner(activation, (number, inner, w_in[3]), w_out[3])
 
 
-# The networks by one operator after the other.
+# The networks, run one operator after the other.
 
 
 Activation = ActivationKind | Callable[[Tensor], Tensor]
 """A kind of :func:`pymoe.ops.expert_activation`, or a function of rows (S, N) that returns rows (S, F)."""
 
 Networks = Callable[[Tensor, Tensor], Tensor]
-"""Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each from its own row."""
+"""Takes rows (S, H), sorted by expert, and their offsets (E + 1,); returns rows (S, O), each computed from one row."""
 
 
 def apply_networks(
@@ -382,12 +382,12 @@ def apply_networks(
         weights: (T, K).
         num_experts: E, the number of experts.
         networks: all E networks.
-        capacity: the most slots that an expert takes, or None.
+        capacity: the maximum number of slots of an expert, or None.
         foreign_experts: allow values of E and above, which add nothing.
         operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
             :mod:`pymoe.ops.raw` if the arguments have been checked and ``networks`` are pymoe's own.
         routing: the routing of ``experts`` with ``capacity``, if it has been built.
-        bias: (E, O), what ``combine`` adds to the rows that ``networks`` return, or None (:func:`bias_of_product`).
+        bias: (E, O), which ``combine`` adds to the rows that ``networks`` returns; or None (:func:`bias_of_product`).
 
     Returns:
         (T, O), the dtype of the rows that ``networks`` returns.
@@ -402,7 +402,8 @@ def apply_networks(
 
 
 def bias_of_product(x: Tensor, b_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return ``b_out`` as a bias that the second product adds, and as one that is left to ``combine``; one is None.
+    """Return the bias that the second product adds, and the bias that ``combine`` adds: one is ``b_out``, the other
+    None.
 
     Args:
         x: the layer's rows, in the dtype of its products.
@@ -416,7 +417,7 @@ def bias_of_product(x: Tensor, b_out: Tensor | None) -> tuple[Tensor | None, Ten
 def grouped_networks(
     w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, activation: Activation, *, whole: bool
 ) -> Networks:
-    """Return the networks of :func:`pymoe.nn.apply_experts`, with its arguments, for :func:`apply_networks` to call.
+    """Return a function that computes the networks of :func:`pymoe.nn.apply_experts`, for :func:`apply_networks`.
 
     Args:
         w_in: (E, N, H).
@@ -495,7 +496,7 @@ def apply_quantized_experts(
 
 
 def layout_of(w_in: QuantizedWeight, w_out: QuantizedWeight) -> list[int]:
-    """Return how quantised weights are laid out, and what of them is prefetched, as the native calls take it."""
+    """Return formats, output sizes and any kind of prefetching in the form that native calls take."""
     layout = [number_of(w_in), w_in[2], number_of(w_out), w_out[2]]
     prefetch = max(QuantizedWeight(*w_in).prefetch, QuantizedWeight(*w_out).prefetch)
     return [*layout, prefetch] if prefetch else layout

@@ -1,4 +1,4 @@
-"""The layers of a model that choose experts, whatever library they come from: to see a choice, or to replace it.
+"""Finds the layers of a model that choose experts, of any library, to observe or replace their choices.
 
 Those of :class:`pymoe.nn.MoE` are found here. Integrations add their own to :data:`finders`.
 """
@@ -21,7 +21,7 @@ class Removable(Protocol):
     """A hook, or several."""
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the hook, or all of them."""
 
 
 class ChoosingLayer(Protocol):
@@ -30,13 +30,13 @@ class ChoosingLayer(Protocol):
     num_experts: int
     """E."""
     top_k: int | None
-    """K; None if only a forward shows it."""
+    """K; None if it is known only in a forward."""
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
-        """Call ``keep`` with the choice (T, K), integers, of every forward of the layer."""
+        """Call ``keep`` with the choice of every later forward of the layer: (T, K) integers."""
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
-        """Use another choice in every forward, with the weights that the router's own rule gives it.
+        """Use ``choice_TK`` in every later forward, with the weights that the router's own rule gives these experts.
 
         Args:
             choice_TK: (T, K) int64.
@@ -45,18 +45,18 @@ class ChoosingLayer(Protocol):
 
 
 finders: list[Callable[[str, nn.Module], dict[str, ChoosingLayer]]] = []
-"""Functions of the name of a function, for errors, and a model; each returns the model's layers of one library."""
+"""Functions that take the name of a function, for errors, and a model, and return the model's layers of one library."""
 
 
 def choosing_layers(function: str, model: nn.Module) -> dict[str, ChoosingLayer]:
     """Return the layers of a model that choose experts, by their names, in the model's order.
 
     Args:
-        function: the name for errors.
-        model: the model.
+        function: the name of the calling function, for errors.
+        model: any module.
 
     Raises:
-        ValueError: the model has none, or some whose choice cannot be seen.
+        ValueError: the model has none, or some whose choice cannot be observed.
     """
     found: dict[str, ChoosingLayer] = {name: _LayerOfPymoe(layer) for name, layer in moe_layers(model).items()}
     for find in finders:
@@ -85,7 +85,7 @@ class _LayerOfPymoe:
 
 
 class _ReplacedGate:
-    """Replaces the choice of a router of pymoe until it is removed."""
+    """Replaces the choice of a pymoe router until ``remove`` is called."""
 
     def __init__(self, layer: MoE, choice_TK: Tensor, used: Callable[[Tensor], None]) -> None:
         self.router = layer.router
@@ -95,14 +95,15 @@ class _ReplacedGate:
         self.before, self.router.replaced = self.router.replaced, self.choose
 
     def choose(self, gate: Gate, logits_TE: Tensor) -> Gate:
-        """Return the gate of the other choice: with the same bits if it is that of ``gate``."""
+        """Return the gate of the replacing choice, and ``gate`` itself if it has the same choice."""
         router = self.router
         self.used(gate.experts)
         experts_TK = self.choice_TK.to(gate.experts.device)
         if torch.equal(experts_TK, gate.experts):
             return gate
         weights_TK = weights_of(logits_TE, experts_TK, router.score, router.renormalize, router.scale)
-        same_T1 = (experts_TK == gate.experts).all(dim=1, keepdim=True)  # the native kernel rounds otherwise, a little
+        # Keep the native kernel's own weights where the choice is the same: it rounds slightly differently.
+        same_T1 = (experts_TK == gate.experts).all(dim=1, keepdim=True)
         load = load_of(experts_TK, router.num_experts)
         return Gate(torch.where(same_T1, gate.weights, weights_TK), experts_TK.to(torch.int32), load)
 

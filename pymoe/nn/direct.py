@@ -1,8 +1,8 @@
-"""Runs the forward of MoE only by native calls if nothing hooks or replaces its parts; with gradients, as one node.
+"""Runs the forward of MoE through native calls alone if nothing hooks or replaces its parts; gradients take one node.
 
 For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
-conditions of the whole call are checked once, here. Any unusual call takes the usual way, from part to part, which
-computes the same bits.
+conditions of the whole call are checked once, here. If one fails, the layer calls its parts one by one, which computes
+the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     """
     if is_compiling() or type(x) not in PLAIN_TENSORS or is_transformed():
         return None
-    if layer.score_before_experts:  # the experts' kernels multiply their outputs
+    if layer.score_before_experts:  # the native calls multiply outputs by the weights
         return None
     parts = layer._modules
     try:  # without Module.__getattr__, which costs half a microsecond for each name
@@ -49,7 +49,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         if quantized:
             weights = experts._modules["w_in"], experts._modules["w_out"]
             own = (experts, QuantizedExperts), (weights[0], QuantizedLinear), (weights[1], QuantizedLinear)
-    except KeyError:  # the user has put something else in its place
+    except KeyError:  # the user has replaced a part
         return None
     if not (
         are_called_plainly((router, Router), (losses, AuxiliaryLosses), *own)
@@ -67,7 +67,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     injects = recorded and losses.injects()
     if recorded and (quantized or not is_one_node(x) or (injects and not losses.injects_by_kernels())):
         return None
-    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # a node of the router's own
+    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # router and gate are one node
         return None
     if type(experts.activation) is not str or experts.activation not in KINDS:
         check_kind("MoE", "experts.activation", experts.activation)
@@ -101,7 +101,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _fit(layer: Any, router: Any, x: Tensor, weight: Any, of_logits: Any, bias: Tensor | None) -> bool:
-    """Return whether the native calls can take the arguments; otherwise the indirect forward raises the error."""
+    """Return whether the native calls can take the arguments; if not, the forward through the parts raises errors."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         type(weight) in PLAIN_TENSORS

@@ -13,14 +13,13 @@ from pymoe.nn.local_tensors import LocalTensors, count_on_backward
 
 
 class ExpertBias(nn.Module):
-    """What :func:`pymoe.nn.update_expert_biases` needs of a router of another library: attached as a submodule.
+    """The bias and load of another library's router, attached as a submodule for :func:`pymoe.nn.update_expert_biases`.
 
     Args:
         num_experts: E, the number of experts.
         bias_update_rate: the step by which an update moves an expert's bias.
-        kept_by: a module and the name of its bias, of E elements; None makes a bias of zeros, ``bias``, in the state
-            dict.
-        device: of the counts, and of a bias that is made.
+        kept_by: a module and the name of its bias, (E,); None creates a bias of zeros, the buffer ``bias``.
+        device: the device of the counts, and of a bias that is created.
     """
 
     bias: Tensor | None
@@ -42,7 +41,7 @@ class ExpertBias(nn.Module):
 
     @property
     def expert_bias(self) -> Tensor:
-        """Return the bias: E elements."""
+        """Return the bias, with E elements."""
         if self._kept_by is not None:
             kept: Tensor = getattr(*self._kept_by)
             return kept
@@ -50,7 +49,7 @@ class ExpertBias(nn.Module):
         return self.bias
 
     def count(self, weights_TK: Tensor, load: Tensor) -> Tensor:
-        """Return the weights of a choice; their backward pass counts its load (E,), as that of a router of pymoe does.
+        """Return the weights of a choice; their backward pass counts the choice's load (E,), as for a pymoe router.
 
         Nothing is counted in evaluation, nor inside a transform of :mod:`torch.func`.
         """

@@ -1,7 +1,7 @@
 """The load of the experts: how many slots each expert got in the last forward of every layer of a model.
 
-A :class:`pymoe.nn.MoE` keeps its load by itself. A :class:`CountedLoad` keeps that of other experts: it is attached to
-them as a submodule, and is told of every choice.
+A :class:`pymoe.nn.MoE` keeps its load itself. A :class:`CountedLoad` keeps the load of other experts: it is attached to
+them as a submodule, and its ``count`` is called for every choice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CountedLoad(LocalTensors):
 
     Args:
         num_experts: E, the number of experts.
-        device: of the counts.
+        device: the device of the counts.
     """
 
     def __init__(self, num_experts: int, device: torch.device | None = None) -> None:
@@ -30,7 +30,7 @@ class CountedLoad(LocalTensors):
         )
 
     def count(self, experts_TK: Tensor) -> None:
-        """Keep the load of a choice (T, K) in place of the last one. It is not kept where ``MoE.stats`` is not."""
+        """Replace the load by that of a choice (T, K); do nothing in a transform of torch.func or in torch.export."""
         if in_torch_func() or is_exporting():
             return
         self.follow(experts_TK.device)
@@ -40,7 +40,7 @@ class CountedLoad(LocalTensors):
 
 
 def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Return (E,) int32, the number of slots of each expert; numbers from E on are slots of no expert.
+    """Return (E,) int32, the number of slots of each expert; indices of E and above are not counted.
 
     Args:
         experts_TK: (T, K) integers.
@@ -67,7 +67,7 @@ def expert_load(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has neither.
+        ValueError: the model has neither ``MoE`` layers nor counted experts.
         RuntimeError: no forward of counted experts was seen: there was none, or it ran code that had been compiled
             before the counting began.
 

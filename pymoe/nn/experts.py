@@ -65,7 +65,7 @@ class _FeedForward(nn.Module):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, without the leading sizes ``stack``.
 
-        The shapes of biases are included even if the networks have none, that of a gate only if they have it.
+        The shapes of biases are included even if the networks have none; that of a gate, only if there is one.
         """
         inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
         sizes: dict[str, tuple[int, ...]] = {
@@ -148,9 +148,9 @@ class Experts(_FeedForward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
-        super()._load_from_state_dict(state_dict, prefix, *args)  # a hook of FSDP in it shards its parameters again
+        super()._load_from_state_dict(state_dict, prefix, *args)  # in it, a hook of FSDP shards the parameters again
         given = state_dict.get(f"{prefix}w_in")
-        # A DTensor has this method; its module is slow to import. A plain parameter cannot take its values.
+        # Only a DTensor has this method (its class is slow to import). A plain parameter cannot take its values.
         if hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
             errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state is of a model whose experts are spread over ranks, "
@@ -166,7 +166,7 @@ class Experts(_FeedForward):
             )
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
-        """Return the output of every row's expert for the row.
+        """Return, for every row, the output of its expert.
 
         Args:
             rows_SH: (S, H), from :func:`pymoe.ops.dispatch`.

@@ -15,11 +15,11 @@ def draw_expert_load(
     """Draw one heat map per layer: the share of the layer's slots that each expert got over the run.
 
     Args:
-        relative_load: the load of every expert (in every layer, at every time) as a multiple of an even share: lists of
-            equally many layers; the layers may have different numbers of experts.
-        steps: the number of optimizer steps at the last time.
+        relative_load: the load of every expert, as a multiple of an even share, indexed by time, layer and expert. All
+            times have the same layers; layers may have different numbers of experts.
+        steps: the total number of optimizer steps, to which the last time corresponds.
         file: the picture to write; its suffix selects one of matplotlib's formats. Missing folders are made.
-        title: is written above the maps.
+        title: the text above the maps.
 
     Returns:
         ``file``.

@@ -19,7 +19,7 @@ class LocalTensors(nn.Module):
 
     They are not buffers on purpose. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
     forward, which would overwrite the counts that other ranks gathered over their micro-batches; ``module.bfloat16()``
-    would change its dtype; and it would hold garbage after ``to_empty()``. These tensors keep their dtype, move with
+    would change its dtype; and ``to_empty()`` would leave garbage in it. These tensors keep their dtype, move with
     their module, become zero when they leave the meta device, and are not in the ``state_dict``.
     """
 
@@ -58,8 +58,8 @@ class LastCall(LocalTensors):
     """The values of a layer's last call, by name.
 
     In an eager call, :meth:`keep` stores references to the call's own tensors, and :meth:`keep_pending` stores a
-    function that computes the values when they are first read: neither copies or computes anything in the call. The
-    referenced tensors are never written to, since a backward pass may need them.
+    function that computes the values when they are first read: neither copies nor computes anything during the call.
+    The referenced tensors are never written to, since a backward pass may need them.
 
     A CUDA graph and code of :func:`torch.compile` run without Python, so they cannot store references. There the values
     are copied into the tensors that the constructor was given. After the first capture of a CUDA graph every call
@@ -83,7 +83,7 @@ class LastCall(LocalTensors):
         if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
-        if self.held:  # otherwise do not set the attribute: torch 2.11 cannot compile a checkpoint that sets one
+        if self.held:  # set the attribute only if needed: torch 2.11 cannot compile a checkpoint that sets one
             self.held = {}
         self.follow(next(iter(values.values())).device)
         with torch.no_grad():

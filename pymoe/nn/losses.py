@@ -1,4 +1,4 @@
-"""Auxiliary losses of a router, which are injected into the gradients and do not pass through the model's outputs."""
+"""Auxiliary losses of a router. Their gradients are injected in the backward pass; the model's loss omits them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """The factors of the losses that a forward injects; :meth:`gradient` returns the losses' gradient of the logits."""
+    """Factors of the losses that a forward injects; :meth:`gradient` computes the losses' gradient in the logits."""
 
     score: Score
     balancing: Tensor
@@ -64,7 +64,7 @@ class Injected(NamedTuple):
     """Scalar, the dtype of the logits: the factor of the z loss."""
 
     def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
-        """Return the losses' gradient of ``logits_TE`` (T, E); it has the same bits as autograd's with ``inject_loss``.
+        """Return the losses' gradient in ``logits_TE``, (T, E), with the same bits as autograd's with ``inject_loss``.
 
         Args:
             logits_TE: (T, E).

@@ -21,7 +21,7 @@ class LowRank(NamedTuple):
 
 
 def add_adapters(y: Tensor, rows: Tensor, offsets: Tensor, adapters: Sequence[LowRank]) -> Tensor:
-    """Return products with adapters added, in the dtype of the rows.
+    """Return the experts' products plus those of their adapters, in the dtype of the rows.
 
     Args:
         y: (S, N), the experts' products.

@@ -49,8 +49,9 @@ from pymoe.nn.router import Router, update_expert_biases
 from pymoe.ops import raw
 
 MOST_HELD_LOGITS = 1 << 22
-"""Most bytes of logits that a forward keeps until its statistics are read: 4096 tokens and 256 experts in float32. For
-larger logits it computes the losses immediately; at this size the computation takes about as long as its launch."""
+"""Maximum number of bytes of logits that a layer keeps until its statistics are read: 4096 tokens and 256 experts in
+float32. From larger logits the forward computes the losses immediately; at this size, computing them takes about as
+long as launching the kernels."""
 
 
 class Stats(NamedTuple):
@@ -100,13 +101,13 @@ class MoE(nn.Module):
     stay unchanged.
 
     **Precision**: logits, scores, losses and the final sum are computed in float32 (float64 in a float64 layer), even
-    with bfloat16 parameters and inside ``torch.autocast``. There the experts compute in the autocast dtype, and the
-    output has that dtype, as for ``nn.Linear``.
+    with bfloat16 parameters and inside ``torch.autocast``. Inside autocast, the experts compute in the autocast dtype,
+    and the output has that dtype, as for ``nn.Linear``.
 
     **Experts on several ranks**: :func:`pymoe.ep.shard` spreads the experts of a model over a process group. With
-    ``expert_parallel`` all ranks of the group together make a single layer of this kind, a
-    :class:`pymoe.ep.ShardedMoE`: it has the values that it would have in one process, and each rank only ever holds its
-    own experts in memory.
+    ``expert_parallel`` the ranks of the group construct one spread layer together, a
+    :class:`pymoe.ep.ShardedMoE`: its initial values are those of a layer in one process, and each rank only ever
+    allocates its own experts.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
@@ -117,12 +118,12 @@ class MoE(nn.Module):
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
     ``NotImplementedError``; the layer with ``backend="reference"`` supports it, but has no ``vmap`` over tokens or
     parameters. ``torch.compile`` leaves calls inside forward mode out of its graphs, or raises if ``fullgraph=True``.
-    The backward pass of a graph cannot do that: it drops tangents of the gradients that it is given, as in a ``jvp`` of
-    the function that a compiled ``vjp`` returned.
+    The backward pass of a compiled graph can do neither: it drops the tangents of its incoming gradients, as in a
+    ``jvp`` of the function that a compiled ``vjp`` returned.
 
     Args:
         hidden_size: H, the size of a row.
-        ffn_size: F, of one expert.
+        ffn_size: F, the inner size of one expert.
         num_experts: E, the number of experts.
         top_k: K, experts per token, in 1..E. It is an attribute of the router, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
@@ -170,8 +171,8 @@ class MoE(nn.Module):
 
     shared: SharedExperts | None
     _shard: ClassVar[Callable[[MoE, DeviceMesh | dist.ProcessGroup], object]]
-    """Keeps only this rank's experts. The function is in :mod:`pymoe.ep`, which imports this package; so ``pymoe`` sets
-    it."""
+    """Keeps only this rank's experts. The function is in :mod:`pymoe.ep`, which imports this package; so ``pymoe``
+    assigns it to this attribute."""
 
     @explain_arguments(**OTHER_NAMES)
     def __init__(
@@ -292,7 +293,7 @@ class MoE(nn.Module):
         if not are_called_plainly((self.losses, AuxiliaryLosses)) or self.losses.injects():
             weights_TK, losses = self.losses(gate, logits_TE)
         rows_TH: Tensor
-        (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once a token, not once a choice
+        (rows_TH,) = cast_operands(x_TH)  # type: ignore[assignment]  # once per token, not once per choice
         if self.score_before_experts:
             y_TH = self._apply_experts_to_scaled(rows_TH, gate.experts, weights_TK, capacity)
         else:
@@ -495,7 +496,8 @@ class MoE(nn.Module):
             auxiliary = self.losses
             how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
-            # A backward pass frees its own logits when it ends, which may be long before the next forward.
+            # Do not keep large logits: a backward pass frees its own when it ends, which may be long before the next
+            # forward replaces these.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
                 losses, logits = _losses(logits, load, *how), None
         self.last.keep_pending(partial(_statistics, load, capacity, losses, logits, *how), load)
@@ -552,7 +554,11 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def with_shared(y_TH: Tensor, shared_TH: Any) -> Tensor:
-    """Return the routed experts' output plus what shared experts have returned, which a user may have replaced."""
+    """Return the routed experts' output plus that of the shared experts.
+
+    Raises:
+        ValueError: the latter, from experts that a user may have replaced, is not a tensor of the same shape.
+    """
     if not isinstance(shared_TH, Tensor) or shared_TH.shape != y_TH.shape:  # another shape would be broadcast
         seen = tuple(shared_TH.shape) if isinstance(shared_TH, Tensor) else type(shared_TH).__name__
         raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")

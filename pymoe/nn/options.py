@@ -6,10 +6,9 @@ Constructors make parameters that fit, and ``load_state_dict`` preserves this; a
 replaces a module may break it. The operators would refuse most such parameters, but without naming the parameter, and
 torch would refuse the rest or broadcast them silently. Therefore the layers check their parameters.
 
-Parameters are checked directly before they are used: by the submodule that holds them, after it has been called, or by
-the layer, where it computes the result in place of the submodule. Before the call of the submodule, its parameters may
-be on another device, sharded or in another dtype, because FSDP, accelerate's offloading and others restore them in a
-hook of the call.
+Parameters are checked directly before they are used: inside the call of the submodule that has them, or by the layer if
+it computes the result in place of the submodule. Before that call, parameters may be on another device, sharded or in
+another dtype, because FSDP, accelerate's offloading and others restore them in a hook of the call.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ OTHER_NAMES = {
     "use_rts": "an expert past its capacity_factor drops the last tokens; None drops nothing",
     "noisy_gate_policy": "the router adds no noise; bias_update_rate= or aux_loss_coef= balance the experts",
 }
-"""Names of arguments in transformers, Megatron-LM and DeepSpeed, each with the name here or what stands for it."""
+"""Names of arguments in transformers, Megatron-LM and DeepSpeed, each with its name here, or a hint at what replaces
+it."""
 
 _warned: set[str] = set()
 
@@ -177,8 +177,8 @@ def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_inva
     """Return ``F.linear(x_TH, weight, bias)`` (T, N); with ``row_invariant``, a row's bits depend only on that row.
 
     The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and always do for a
-    single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens have equal bits in every
-    batch, and on every rank that has a share of a batch. The same holds for the gradient of ``x_TH``.
+    single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens give equal bits in every
+    batch, and on every rank that has a part of a batch. The same holds for the gradient of ``x_TH``.
 
     Args:
         x_TH: (T, H).
@@ -261,7 +261,7 @@ def networks_fit(networks: Any, own: Mapping[str, Tensor | None], stack: tuple[i
     """
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]
-    except KeyError:  # the user has replaced the module by one with other parameters
+    except KeyError:  # the user has replaced the module with one that has other parameters
         return False
     hidden, ffn, dtype, device = networks.hidden_size, networks.ffn_size, x.dtype, x.device
     inner = 2 * ffn if is_gated(networks.activation) else ffn
@@ -280,14 +280,14 @@ def networks_fit(networks: Any, own: Mapping[str, Tensor | None], stack: tuple[i
 def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], x: Tensor, whose: str = "") -> None:
     """Raise unless a parameter of experts has this shape, the device of ``x``, and a dtype that fits ``x``.
 
-    The dtype must be that of ``x``, or one that ``torch.autocast``, if it is on, casts.
+    The dtype must be that of ``x`` or, inside ``torch.autocast``, one that autocast casts.
 
     Args:
         name: the name of the parameter in the error.
         parameter: the parameter.
         shape: the shape that it must have.
         x: rows by which the parameter will be multiplied.
-        whose: words that follow the shape in the error.
+        whose: text that follows the shape in the error.
     """
     if parameter.dtype == x.dtype and parameter.shape == shape and parameter.device == x.device:
         return

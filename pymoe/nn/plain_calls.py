@@ -2,7 +2,8 @@
 
 Other code can change a call of a part in many ways: hooks of a module or of all modules, a ``forward`` that was
 replaced on the module or on its class, another class (parametrizations, FSDP), another module around it (PEFT),
-``module.compile()``. Code that does not call a part checks here that it would not leave out any of these.
+``module.compile()``. Code that replaces the call of a part checks here that there is none of these, which it would
+leave out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pymoe._torch_private import CALL_HOOKS, global_call_hooks
 PLAIN_TENSORS = (nn.Parameter, Tensor)
 """The types of plain tensors; a subclass may have operators of its own."""
 _as_written: dict[type, tuple[Any, ...]] = {}
-"""For each class whose functions have not been patched, the functions that a call of it runs."""
+"""The functions that a call runs, by class; only classes with unpatched functions are included."""
 
 
 def are_called_plainly(*parts: tuple[Any, type[nn.Module]], harmless: Callable[[Any], bool] | None = None) -> bool:
@@ -28,7 +29,7 @@ def are_called_plainly(*parts: tuple[Any, type[nn.Module]], harmless: Callable[[
     Args:
         parts: pairs of a part of a layer, which its user may have replaced, and the class of the part that the layer
             made.
-        harmless: returns true for hooks of the parts that do not count.
+        harmless: returns True for hooks of the parts that may be ignored.
     """
     for hooks in global_call_hooks:
         if hooks:
@@ -45,10 +46,10 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
 
     Args:
         module: a module of any class. Hooks that are registered for all modules do not count.
-        harmless: returns true for hooks of the module that do not count either.
+        harmless: returns True for hooks of the module that may be ignored as well.
 
     Returns:
-        Words for an error; "" if there is nothing.
+        A phrase for an error message; "" if there is nothing.
     """
     for name in CALL_HOOKS:
         hooks = getattr(module, name)
@@ -63,7 +64,7 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
 
 
 def _are_as_written(kinds: Any) -> bool:
-    """Return whether calls of classes run the functions in their source and their bases' source: none was patched."""
+    """Return whether calls of these classes run only functions from their own or their bases' source, none patched."""
     for kind in kinds:
         functions = (kind.forward, kind.__call__, kind._call_impl)
         if _as_written.get(kind) == functions:
@@ -87,7 +88,7 @@ def is_of_its_source(kind: type, name: str) -> bool:
     return source is not None and getattr(vars(owner)[name], "__globals__", None) is vars(source)
 
 
-# torch.compile calls these once, as it checks hooks once: it cannot trace how they look at sources, and cannot guard a
-# dictionary that they fill meanwhile.
+# torch.compile calls these functions once, when it compiles, as it also checks hooks only once. It can neither trace
+# how they inspect sources nor guard the dictionary that they fill.
 _are_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""prefetch_experts: lets layers ask the system for chosen experts' weights, in models that are larger than memory.
+"""prefetch_experts: makes layers prefetch the weights of chosen experts, for models that are larger than memory.
 
-The layers' native calls ask (csrc/ops/prefetch.h); this file finds the weights that are mapped from files.
+The layers' native calls do it (csrc/ops/prefetch.h); this file finds the weights that are mapped from files.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
 
     This is for quantised models that are mapped from files larger than memory: by :func:`pymoe.nn.load_quantized`, or
     by ``from_pretrained`` of a packed folder. There, an access to weights that are not in memory waits for the disk,
-    page by page, and makes the system read what lies around them, too. With this option a layer first looks which pages
-    of its chosen experts are missing, of both weights, and asks for all of these (``madvise(2)`` with
+    page by page, and makes the system read the pages around them, too. With this option a layer first finds out which
+    pages of both weights of its chosen experts are missing, and asks for all of these (``madvise(2)`` with
     ``MADV_WILLNEED``); the disk reads them while the first experts are computed. Results have the same bits. Which
     pages stay in memory is up to the system, which drops those that were not used for longest.
 
-    Looking for missing pages takes time, 2 microseconds for each MB, also if there are none: use this for models that
-    do not fit. If the process neither owns the files nor may write them, Linux does not tell it which are missing; all
+    Looking for missing pages takes time, 2 microseconds per MB, even if there are none: use this for models that do not
+    fit. If the process neither owns the files nor may write them, Linux does not tell it which pages are missing; all
     pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
     of layers keep the option, but their weights are not mapped from files, so they ask for nothing. Experts with hooks
-    or a function as their activation, and calls that record gradients run as without the option, and ask for nothing.
+    or a function as their activation, and calls that record gradients do not prefetch.
     ``torch.compile`` compiles a graph anew when the option is switched.
 
     Args:
         model: any module; quantised experts that are mapped from files are found in it.
-        enabled: false ends what an earlier call has begun, for all quantised experts.
+        enabled: False turns prefetching off for all quantised experts.
 
     Returns:
-        The bytes of the weights that are prefetched when they are chosen; 0 if not ``enabled``.
+        The number of bytes of all weights that will be prefetched when chosen; 0 if not ``enabled``.
 
     Raises:
         TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
@@ -82,7 +82,7 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
 
 
 class Mapping(NamedTuple):
-    """Holds the addresses at which a part of a file is mapped."""
+    """The range of addresses at which a part of a file is mapped."""
 
     begin: int
     end: int
@@ -91,7 +91,7 @@ class Mapping(NamedTuple):
 
 def mappings() -> list[Mapping]:
     """Return the addresses at which files are mapped in this process, in order (proc(5))."""
-    # An inode of 0 means that there is no file; shared memory has no file on a disk.
+    # Skip mappings without a file, whose inode is 0, and shared memory, which is not on a disk.
     line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/(?!dev/|memfd:|SYSV).*)")
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         found = filter(None, map(line.fullmatch, maps.read().splitlines()))
@@ -99,7 +99,7 @@ def mappings() -> list[Mapping]:
 
 
 def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
-    """Return the kind of prefetching that is possible for a weight."""
+    """Return the prefetching that a weight allows: 0 none, 1 of missing pages only, 2 of all pages."""
     if not (packed.is_cpu and packed.nbytes):
         return 0
     address = packed.data_ptr()

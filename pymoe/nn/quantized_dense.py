@@ -30,12 +30,12 @@ _NO_WEIGHT = (
 
 
 class QuantizedDenseLinear(QuantizedLinear):
-    """A linear layer with weights in 8 or 4 bits, which is called as a :class:`torch.nn.Linear`.
+    """A linear layer with weights in 8 or 4 bits, which is called like a :class:`torch.nn.Linear`.
 
     It is a :class:`QuantizedLinear` of one expert, to which all rows belong, so its products are those of
     :func:`pymoe.ops.quantized_linear`: a row of the result has the same bits on every processor, for any number of
-    threads, and alone or among many. It has no parameters: gradients reach its inputs, and so what comes before
-    it, and not its weights. A new layer computes zeros until it gets its weights.
+    threads, and alone or among many. It has no parameters: gradients reach its inputs, and so earlier
+    layers, but not its weights. A new layer computes zeros until it gets its weights.
 
     Args:
         in_features: H, the number of inputs.
@@ -128,17 +128,17 @@ class QuantizedDenseLinear(QuantizedLinear):
 
     @property
     def in_features(self) -> int:
-        """H, under the name that :class:`torch.nn.Linear` has for it."""
+        """Return H, under the name that :class:`torch.nn.Linear` has for it."""
         return self.input_features
 
     @property
     def out_features(self) -> int:
-        """N, under the name that :class:`torch.nn.Linear` has for it."""
+        """Return N, under the name that :class:`torch.nn.Linear` has for it."""
         return self.output_features
 
     @property
     def qweight(self) -> Tensor:
-        """``packed``, under the name by which PEFT asks packed layers for their device."""
+        """Return ``packed``, under the name that PEFT reads to find the device of packed layers."""
         return self.packed
 
     @property
@@ -147,7 +147,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         raise AttributeError(_NO_WEIGHT)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # Python comes here after the error of the property, which would lose its words
+        if name == "weight":  # Python calls this after the property has raised, and the message would be lost
             raise AttributeError(_NO_WEIGHT)
         return super().__getattr__(name)
 
@@ -162,7 +162,7 @@ class QuantizedDenseLinear(QuantizedLinear):
 
         Raises:
             TypeError: ``x`` has another dtype.
-            ValueError: the last dimension is not H, or the device is another.
+            ValueError: the last dimension of ``x`` is not H, or ``x`` is on another device than the weights.
             NotImplementedError: ``x`` has a tangent, as for :func:`pymoe.ops.quantized_linear`.
         """
         packed, bias = self._buffers["packed"], self._buffers["bias"]
@@ -175,7 +175,9 @@ class QuantizedDenseLinear(QuantizedLinear):
         return super().forward(x, None, bias)
 
     def _is_direct(self, x: Tensor, packed: Any, bias: Tensor | None) -> bool:
-        """Return whether the native call takes these as they are: the checks of the usual way take most of its time."""
+        """Return whether the native call can take these unchanged. This skips the usual checks, which cost more than
+        it.
+        """
         return (
             self.backend == "native"
             and type(x) in PLAIN_TENSORS
@@ -200,7 +202,7 @@ class QuantizedDenseLinear(QuantizedLinear):
 # quantize_linears.
 
 SMALLEST = 32
-"""Fewest inputs and outputs of a layer that is rounded by default: smaller ones hold few bytes."""
+"""Smallest number of inputs and outputs of a layer that is rounded by default: smaller layers have few bytes."""
 
 _NAMES = re.compile(
     r"(^|\.)("
@@ -210,7 +212,7 @@ _NAMES = re.compile(
     r"lm_head)$"
 )
 _CHOOSE = re.compile(r"router|gate(\.|$)|indexer|compressor")
-"""Part of the paths of modules whose linear layers stay, because they choose experts or tokens."""
+"""Matches paths of modules whose linear layers are not rounded, because they choose experts or tokens."""
 
 Select = Callable[[str, nn.Linear], bool]
 
@@ -236,9 +238,9 @@ def linears_of(
 
     Args:
         model: any module.
-        tied: names of parameters that share their weights with others, in addition to those that do already.
+        tied: names of parameters that will share their memory with others, in addition to those that do now.
         select: as for :func:`quantize_linears`.
-        packed: return also those that are rounded already.
+        packed: also return layers that are rounded already.
     """
     tied = {*tied, *_shared(model)}
     found: dict[str, Any] = {}
@@ -256,7 +258,7 @@ def linears_of(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an nn.Linear of no class of its own, except for that of a parametrization."""
+    """Return whether a module is an nn.Linear itself, not of a subclass other than a parametrization's."""
     return isinstance(module, nn.Linear) and (type(module) is nn.Linear or parametrize.is_parametrized(module))
 
 
@@ -264,8 +266,8 @@ def _is_linear(module: nn.Module) -> bool:
 def _reads_weight(kind: type, own: str) -> bool:
     """Return whether a method or property of a class reads ``self.OWN.weight``, which a quantised layer lacks.
 
-    Some models ask for its dtype, or multiply with it themselves. Reads by another name, such as a local variable's,
-    are not seen; they raise the AttributeError of :class:`QuantizedDenseLinear`.
+    Some models ask for the dtype of that weight, or multiply by it themselves. Reads through another name, such as a
+    local variable, are not detected; they raise the AttributeError of :class:`QuantizedDenseLinear`.
     """
     members = [
         member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -274,7 +276,7 @@ def _reads_weight(kind: type, own: str) -> bool:
         if name != "_init_weights"
     ]
     codes = [inspect.unwrap(member).__code__ for member in members if inspect.isfunction(member)]
-    for code in codes:  # those of functions inside are added
+    for code in codes:  # the loop appends the codes of nested functions
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
         names = [instruction.argval for instruction in dis.get_instructions(code)]
         if (own, "weight") in itertools.pairwise(names):
@@ -309,8 +311,8 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
         model: any module, but not itself a :class:`torch.nn.Linear`. It is in evaluation mode, or the layers require
             no gradients.
         bits: 8 or 4.
-        select: takes the path of a layer and the layer, and returns whether to round it; in place of the rule above,
-            also for the names and sizes. Subclasses, shared weights and those that a parent reads stay nevertheless.
+        select: takes the path of a layer and the layer, and returns whether to round it. It replaces the rules above on
+            names and sizes. Subclasses, shared weights and those that a parent reads are never rounded.
 
     Returns:
         The number of layers that were rounded, the bytes of their weights before and after, and the names of the

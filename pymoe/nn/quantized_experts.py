@@ -64,7 +64,7 @@ class QuantizedLinear(nn.Module):
     """
 
     packed: Tensor
-    format: WeightFormat = "int"  # modules that earlier versions have pickled do not have it
+    format: WeightFormat = "int"  # for modules pickled by earlier versions, which lack the attribute
     prefetch: Prefetch = 0  # set by prefetch_experts
 
     def __init__(
@@ -113,16 +113,16 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The weights, as :mod:`pymoe.ops` takes them."""
+        """Return the weights in the form that :mod:`pymoe.ops` takes."""
         packed: Any = self._buffers["packed"]  # twice as fast as the attribute
         sizes = self.output_features, self.input_features
         return QuantizedWeight(packed, self.bits, *sizes, self.format, self.prefetch)
 
     quantized_weight = weight
-    """``weight`` under a name that subclasses keep which have no ``weight``."""
+    """Another name for ``weight``, which also works in subclasses that redefine ``weight``."""
 
     def forward(self, rows_SH: Tensor, offsets: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Apply to every row the linear layer of its expert.
+        """Apply the linear layer of its expert to every row.
 
         Args:
             rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`; (..., H) without offsets.
@@ -141,7 +141,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def sizes(self) -> Tensor:
-        """(3,) int64 on the CPU: number of the format, N and H, for a state dict to hold."""
+        """Return (3,) int64 on the CPU, for the state dict: the number of the format, N and H."""
         return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -162,7 +162,7 @@ class QuantizedLinear(nn.Module):
         key = prefix + "sizes"
         saved, own = state_dict.get(key), self.sizes.tolist()
         seen = None if saved is None else saved.tolist()
-        # States of earlier versions do not have it, and hold integers.
+        # States saved by earlier versions lack the sizes; their format is "int".
         if seen != own and (seen is not None or self.format != "int"):
             error_msgs.append(
                 f"size mismatch for {prefix}packed: expected bits, output and input features {own}, got {seen} in the "
@@ -199,7 +199,7 @@ class QuantizedExperts(nn.Module):
     """E feed-forward networks with weights in 8 or 4 bits over rows that are sorted by expert.
 
     It takes the place of :class:`Experts`, also inside :class:`MoE`; :func:`quantize_experts` makes one from each
-    :class:`Experts`. It has no parameters: gradients reach its rows, and so what comes before it, and not its weights.
+    :class:`Experts`. It has no parameters: gradients reach its rows, and so earlier layers, but not its weights.
 
     Args:
         hidden_size: H, the size of a row.
@@ -285,7 +285,7 @@ class QuantizedExperts(nn.Module):
         return quantized.train(experts.training)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
-        """Apply to every row its expert.
+        """Apply the network of its expert to every row.
 
         Args:
             rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`.
@@ -301,16 +301,17 @@ class QuantizedExperts(nn.Module):
         return rows
 
     def fits(self, num_experts: int, hidden_size: int, device: torch.device) -> bool:
-        """Return whether the weights are on this device and have so many networks, from and to rows of this size.
+        """Return whether weights and biases are on ``device``, for ``num_experts`` networks with rows of
+        ``hidden_size``.
 
-        Packed weights are padded, so a native call alone would accept some weights of wrong sizes.
+        Packed weights are padded, so the checks of a native call would accept some weights of wrong sizes.
         """
         modules: Any = self._modules  # without Module.__getattr__, which costs half a microsecond for each name
         biases = self._buffers
         try:
             w_in, w_out, b_in, b_out = modules["w_in"], modules["w_out"], biases["b_in"], biases["b_out"]
             packed_in, packed_out = w_in._buffers["packed"], w_out._buffers["packed"]
-        except KeyError:  # the user has put something else in its place
+        except KeyError:  # the user has replaced one of them
             return False
         inner = (2 if is_gated(self.activation) else 1) * w_out.input_features
         return (
@@ -384,7 +385,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             gradients.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`. A model on the meta device may also
-            get "affine" with 8, 4 or 2 bits, or "symmetric" with 8, to which no weights are rounded.
+            get "affine" with 8, 4 or 2 bits, or "symmetric" with 8; this function cannot round weights to these two.
 
     Returns:
         The number of layers that were quantised, and the bytes of their weights before and after.
@@ -455,7 +456,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must have experts that nothing adapts, got {path!r} with an adapter, which reads "
             f"the weights that it adapts; merge it first (merge_and_unload() in PEFT)"
         )
-    if own == "_orig_mod" and isinstance(experts, Experts):  # torch.compile's name; other kinds are not replaced
+    if own == "_orig_mod" and isinstance(experts, Experts):  # torch.compile's name for a wrapped module
         raise ValueError(
             f"quantize_experts: model must have experts that torch.compile has not wrapped, got {path!r}, which would "
             f"run the weights that it was made with; quantise first, and compile then"
@@ -501,7 +502,7 @@ def lost_with(experts: Experts) -> str:
 
 
 def places_of(model: nn.Module, modules: Iterable[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the parents of modules, and their names there, by the ``id`` of the module; it may have several places."""
+    """Return, by the ``id`` of each module, all its parents and its names in them."""
     places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
     for parent in model.modules():
         for name, child in parent._modules.items():

@@ -21,15 +21,15 @@ from pymoe.nn.router import Router
 FORMAT = 2
 """Version of the files: the layout of packed bytes, and the names of tensors and options."""
 OLD_INT4 = ", whose integers of 4 bits have another layout: quantise the original weights again"
-"""What errors say of files of version 1, which differs in nothing else."""
+"""Text of errors about files of version 1, which differs from version 2 only in this layout."""
 
 _ROUTER = ("top_k", "score", "renormalize", "bias_update_rate", "num_groups", "topk_groups", "scale")
 _KEY = "pymoe"
-"""Key of the file's metadata under which the layer's options are, as JSON."""
+"""Key in the file's metadata for the version, the format and the layer's options, as JSON."""
 
 
 def is_read(version: object, *formats: tuple[object, object]) -> bool:
-    """Return whether files of a version are read if they hold weights of these formats, each with its bits."""
+    """Return whether files of ``version`` with weights of these (format, bits) pairs can be read."""
     return version == FORMAT or (version == 1 and ("int", 4) not in formats)
 
 
@@ -44,7 +44,7 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
         ImportError: the package safetensors is not installed.
         TypeError: ``layer`` is not a :class:`MoE`, or its class is derived from it.
         ValueError: its experts are not quantised, their weights have different formats, or the layer has something that
-            a file cannot hold: other parts, hooks, a ``forward`` of its own.
+            a file cannot contain: other parts, hooks, a ``forward`` of its own.
 
     Example:
         >>> import os, tempfile
@@ -141,7 +141,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
 
 
 def _options(layer: MoE) -> dict[str, Any]:
-    """Return the arguments that make such a layer, and the options that are set after that."""
+    """Return the constructor's arguments for such a layer, and ``row_invariant``, which is set afterwards."""
     experts, router = layer.experts, layer.router
     shared = 0 if layer.shared is None else layer.shared.ffn_size // experts.ffn_size
     return {

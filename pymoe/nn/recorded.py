@@ -1,9 +1,9 @@
 """Runs the experts of a mixture, with or without the gate that chooses them, as one node of autograd.
 
-Separate operators are separate nodes, and for a few tokens a node takes longer to reach than its kernel takes to run.
+Separate operators are separate nodes, and for a few tokens the overhead of a node exceeds the run time of its kernel.
 This node makes one native call, which runs the same kernels, and its backward pass runs the kernels of the operators'
 backward passes, so gradients have the same bits. They may be differentiated again. For that purpose the node also
-returns the tensors that one operator makes and the next one reads; a second backward pass brings their gradients.
+returns the intermediate tensors between operators, which get gradients in a second backward pass.
 
 The node is for eager code outside of transforms, on the CPU: see :func:`is_one_node`. On a GPU the operators run one
 after the other, each with its own node, except that the router's product, its gate and the routing are one node
@@ -91,7 +91,8 @@ def apply_chosen_experts_recorded(
     ``carrier`` has the values of ``logits`` and receives the gradient that comes back through the weights of the
     choice: it is ``logits``, or a result of :func:`count_and_inject`.
     """
-    # The logits are no input of their own: it would have no gradient, which compiled autograd cannot add to others.
+    # Hide the logits in a tuple, so that they are not another input: that input would have no gradient, and compiled
+    # autograd cannot add a missing gradient to others.
     read = (private.unwrap_if_dead(logits),)
     y, load, *_ = apply(_ChosenExperts, x, carrier, *parameters, read, bias, options, activation, capacity)
     return y, load
@@ -133,7 +134,10 @@ _KERNELS = _Operators(
 
 
 class _Needs(NamedTuple):
-    """Flags for the gradients that are needed of a node's first arguments. The node gets or computes ``weights``."""
+    """Flags that say for which of a node's first six arguments gradients are needed.
+
+    ``weights`` are the weights of the choices, or for :class:`_ChosenExperts` the logits from which it computes them.
+    """
 
     x: bool
     weights: bool
@@ -212,7 +216,7 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, of the weights, and of w_in, b_in, w_out and b_out.
 
-        Each tensor is dropped when the node of its operator would be, so this takes as much memory as separate nodes.
+        Each tensor is dropped as soon as separate nodes would drop it, so that the peak memory is the same.
 
         Args:
             ctx: the context of the node.
@@ -300,8 +304,8 @@ class _Experts(_Node):
 class _ChosenExperts(_Node):
     """The gate and the experts that it chooses. It takes the logits twice, as ``logits`` and as ``carrier``.
 
-    The gradient of the weights goes to ``carrier``. The backward pass of the gate reads ``logits``: if a second
-    backward pass reaches these, it has not come back through the weights, so it neither counts nor injects.
+    The gradient of the weights goes to ``carrier``. The backward pass of the gate reads ``logits``. A second
+    backward pass that reaches ``logits`` has not come through the weights, so it neither counts nor injects.
     """
 
     @staticmethod

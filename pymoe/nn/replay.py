@@ -1,7 +1,7 @@
 """Routing replay: a forward that sends every token to the experts that were recorded in earlier forwards.
 
-Trainers of reinforcement learning need it, because the program that generates and the one that trains may choose other
-experts for the same token.
+Reinforcement learning needs it, because the program that generates and the one that trains may choose different experts
+for the same token.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pymoe.nn.options import check_model
 
 @dataclass
 class Forward:
-    """What one forward of a model chose."""
+    """The experts chosen in one forward of a model."""
 
     shape: tuple[int, ...] | None
     """The shape of the tokens, such as (B, S); None if the model was given no tensor."""
     ids: Tensor | None
-    """The token ids, of this shape, if the model was given ids."""
+    """The token ids, of shape ``shape``; None if the model was given no ids."""
     choices: dict[str, Tensor] = field(default_factory=dict)
     """(T, K) int32, the experts of every token, by the name of the layer."""
 
@@ -42,7 +42,7 @@ class Routes:
     forwards: list[Forward] = field(default_factory=list)
 
     def joined(self) -> Forward:
-        """Return the routes of one forward over all tokens: those of several are joined along each sequence.
+        """Join the routes of all forwards along each sequence; return them as those of one forward over all tokens.
 
         Raises:
             ValueError: there is no forward, or several whose tokens are not (B, S) with the same B, or that called
@@ -79,7 +79,7 @@ class Routes:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Routes]:
-    """Record the experts that every layer chooses, in all forwards of ``model`` in a block.
+    """Record the experts that every layer chooses in all forwards of ``model`` within a ``with`` block.
 
     ::
 
@@ -96,13 +96,13 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
             after the import of :mod:`pymoe.integrations.transformers`.
 
     Yields:
-        The routes. They hold copies, on the model's device: K numbers of 4 bytes for a token and layer.
+        The routes. They contain copies on the model's device: 4 K bytes per token and layer.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has no such layers, or some whose choice cannot be seen.
-        RuntimeError: at the end of the block: it saw no forward, or one that called no layer, as of code that was
-            compiled before; within it: code is compiled, or a layer runs twice in a forward or outside of any.
+        ValueError: the model has no such layers, or some whose choice cannot be observed.
+        RuntimeError: at the end of the block, no forward was seen, or one that called no layer, as with code that was
+            compiled before; within the block, code is compiled, or a layer runs twice in a forward or outside of one.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
@@ -140,15 +140,15 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 
 @contextmanager
 def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
-    """Make one forward of ``model`` in a block, and its backward pass, take the experts that were recorded.
+    """Make one forward of ``model`` within a ``with`` block, and its backward pass, use the recorded experts.
 
     The weights of these experts are computed from the router's present scores, by the router's own rule, and gradients
     reach the router through them (the routing replay of R3, arXiv 2510.11370). If neither weights nor inputs have
     changed, the forward has the bits of the recorded one. The routes of several recorded forwards, as of a prompt and
     the tokens that were generated after it, are joined along each sequence, for one forward over all of them.
 
-    The model must be given the same ids as the recorded forwards, padding included: so sequences of several lengths are
-    generated and replayed in one batch, padded alike. Ids are compared, and must be equal. Of models that are given
+    The model must be given the same ids as the recorded forwards, padding included: sequences of different
+    lengths must be generated and replayed in one batch, padded alike. The ids are compared. For models that are given
     embeddings, only the shape of the tokens is compared.
 
     Args:
@@ -158,10 +158,10 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: the routes have another number of layers, tokens, choices or experts than the model, or were
-            recorded for other ids; forwards cannot be joined; or a router would choose other experts and its weights
-            cannot be had, for example because it has left out groups of experts before.
+            recorded for other ids; forwards cannot be joined; or a router would choose other experts, and the weights
+            of the recorded ones are not available, for example because it has masked their groups before.
         RuntimeError: the block has more than one forward, or none; a layer ran twice, or not at all; code is compiled;
-            or a layer's activations are recomputed in the backward pass, and this is not in the block.
+            or activations are to be recomputed in the backward pass, but that pass is not in the block.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
@@ -189,7 +189,7 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
 
 
 class _Replay:
-    """The routes of one forward, and what has been taken of them."""
+    """The routes of one forward, and the layers that have used theirs."""
 
     def __init__(self, routes: Routes, layers: dict[str, ChoosingLayer]) -> None:
         recorded, given = list(routes.experts.items()), [(name, one.num_experts) for name, one in layers.items()]
@@ -211,7 +211,7 @@ class _Replay:
         self.checkpointed = self.recomputed = False
 
     def begin(self, shape: tuple[int, ...] | None, ids: Tensor | None) -> None:
-        """Begin the forward."""
+        """Begin the forward; raise unless it is the first, and its tokens are those that were recorded."""
         if self.begun:
             raise RuntimeError("replay_routing: expected one forward of the model in the block, got another")
         self.begun, self.grad = True, torch.is_grad_enabled()
@@ -224,7 +224,7 @@ class _Replay:
             raise ValueError("replay_routing: expected the ids that were recorded, padding included, got others")
 
     def use(self, watched: _Watched, name: str, experts_TK: Tensor) -> None:
-        """Raise unless the choice of a layer, which the router has made, is to be replaced by the recorded one."""
+        """Record that a layer uses its routes in place of its router's choice; raise if it must not."""
         choice = self.choices.get(name)
         if choice is None:
             raise ValueError(f"replay_routing: expected calls of only the recorded layers, got one of {name}")
@@ -241,7 +241,7 @@ class _Replay:
         self.checkpointed = self.checkpointed or self.grad != torch.is_grad_enabled() or _in_checkpoint()
 
     def end(self) -> None:
-        """Raise unless all routes were taken, and nothing will be computed again without them."""
+        """Raise unless all routes were used, and no activations remain to be recomputed without them."""
         missing = [name for name in self.choices if name not in self.taken]
         if missing:
             raise RuntimeError(
@@ -262,10 +262,10 @@ def _in_checkpoint() -> bool:
 
 
 class _Watched:
-    """Sees the forwards of a model in a block, and removes hooks at its end.
+    """Observes the forwards of a model in a ``with`` block, and removes all hooks at the end of the block.
 
-    A wrapper such as PEFT's may be passed by: ``generate`` calls the model within it. So the forward is the outermost
-    call of a module that contains all layers.
+    A wrapper such as PEFT's may be bypassed, since its ``generate`` calls the model inside it. So the outermost call of
+    any module that contains all layers counts as the forward.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class _Watched:
 
 
 def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int, ...] | None, Tensor | None]:
-    """Return the shape of the tokens that a model is given, and their ids if it is given ids."""
+    """Return the shape of the tokens that a model is given, and their ids, each None if there are none."""
     preferred = [named.get(name) for name in ("input_ids", "inputs_embeds")]
     for value in (*preferred, *arguments, *named.values()):
         if isinstance(value, Tensor):

@@ -33,7 +33,7 @@ from pymoe.nn.options import (
 from pymoe.nn.router_product import is_one_node, route, takes, wide_product, without_autocast
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes of logits; operands of one of them need no cast."""
+"""The dtypes of logits; operands that have one of these dtypes need no cast."""
 
 
 class Router(nn.Module):
@@ -149,9 +149,11 @@ class Router(nn.Module):
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
         self.row_invariant = False
         self.replaced: Callable[[Gate, Tensor], Gate] | None = None
-        """Makes the gate of another choice of that of the forward; see :mod:`pymoe.nn.replay`."""
+        """If set, takes the gate and logits of a forward, and returns the gate to use instead; see
+        :mod:`pymoe.nn.replay`."""
         self.bias_was_updated = False
-        """True once ``update_expert_biases`` has changed the bias, or it was loaded and may be meant to stay fixed."""
+        """True once ``update_expert_biases`` has changed the bias, or once it was loaded: it may then be meant to stay
+        fixed."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -166,7 +168,9 @@ class Router(nn.Module):
         self._version_at_start = _version(self.weight)
 
     def steps_seen(self) -> int:
-        """Return the number of in-place changes of the weight since it was made or loaded: at least one a step."""
+        """Return the number of in-place changes of the weight since it was made or loaded, at least one per optimizer
+        step.
+        """
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
@@ -221,7 +225,7 @@ class Router(nn.Module):
 
         Args:
             x_TH: (T, H).
-            capacity: the most slots that an expert takes, or None.
+            capacity: the maximum number of slots of an expert, or None.
             alone: true if nothing except :func:`pymoe.ops.dispatch` will take the tokens.
         """
         usual = self.backend != "native" or self.row_invariant or self.bias is not None
@@ -233,7 +237,9 @@ class Router(nn.Module):
         return self._counted(gate), logits_TE, x_TH, routing
 
     def choice_options(self) -> dict[str, Any]:
-        """Return the options of the choice, besides K and the bias, by the names of :func:`pymoe.ops.gate_topk`."""
+        """Return the options of the choice, except K and the bias, as keyword arguments of
+        :func:`pymoe.ops.gate_topk`.
+        """
         of_weights = {"score": self.score, "renormalize": self.renormalize, "scale": self.scale}
         return of_weights | {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
 
@@ -359,7 +365,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     arXiv 2412.19437). The load is the number of slots for which each expert was chosen in all backward passes since
     the last update, over all micro-batches of an optimizer step. A router that saw no tokens stays unchanged.
 
-    A layer does not call this by itself, since it cannot know when an optimizer step is complete. If
+    A layer does not call this itself, since it cannot know when an optimizer step is complete. If
     ``torch.distributed`` is initialised, the loads of all layers are first summed over ``group`` in one all-reduce, so
     that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 

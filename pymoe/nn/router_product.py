@@ -1,23 +1,23 @@
 """Logits of 16-bit tokens and weights on a GPU: one product with float32 sums, not two casts and a float32 product.
 
-Products of two bfloat16 or float16 numbers are exact in float32, so only the sum rounds, as it does after casts: the
-logits differ from the float32 product only by the order of the sum, and are equal if the sum is exact.
+Products of two bfloat16 or float16 numbers are exact in float32, so only sums are rounded, as they are after casts: the
+logits differ from the float32 product only by the order of summation, and are equal if the sums are exact.
 
 The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogits.T @ x``, for float32 ``dlogits``:
 
 - In bfloat16, ``dlogits`` is first rounded to bfloat16, as in every bfloat16 linear layer, so these products run on
   tensor cores, too. Let u = 2^-8, the rounding of bfloat16. Before an element of the gradient of ``x`` is itself
   rounded, its error is at most ``u * sum |dlogits| |weight|``, to first order; for the gradient of the weight it is the
-  same with ``|x|``. bfloat16 has the range of float32: nothing overflows or is lost that would not be in float32.
+  same with ``|x|``. bfloat16 has the range of float32: values overflow or underflow only if they do in float32.
 - float16 does not have that range: gradients that are multiplied by a loss scale may exceed 65504, and without a loss
   scale they may be smaller than the smallest float16 number. So in float16 ``dlogits`` stays float32, and ``weight``
   and ``x`` are cast to float32.
 
 In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd, whose backward runs two
-products and a kernel on the GPU. Two nodes would take a cast and an addition more: they would pass the gradient of the
-logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router and
-experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the product
-``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
+products and a kernel on the GPU. Two nodes would need an additional cast and an addition: they would pass the gradient
+of the logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router
+and experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the
+product ``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def wide_product(x_TH: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x_TH @ weight.T`` (T, E) in float32; for the forward of an ``autograd.Function``, without a history."""
+    """Return ``x_TH @ weight.T`` (T, E) in float32, not differentiable; for the forward of an ``autograd.Function``."""
     with without_autocast(x_TH.device.type):
         return torch.mm(x_TH, weight.t(), out_dtype=torch.float32)
 

@@ -17,24 +17,24 @@ from pymoe.nn.low_rank import LowRank
 class StackedExperts(NamedTuple):
     """Describes feed-forward networks in the parameters of a module.
 
-    The module is called with rows (T, H), a choice (T, K) of experts and the weights (T, K) of the choices, and returns
-    the result of :func:`pymoe.nn.apply_experts` in the dtype of the rows, which are cast to the dtype of the parameters
-    before.
+    The module is called with rows (T, H), a choice (T, K) of experts and the weights (T, K) of the choices. It
+    casts the rows to the dtype of the parameters, and returns the result of :func:`pymoe.nn.apply_experts` in the
+    original dtype of the rows.
     """
 
     names: tuple[str, str, str | None, str | None]
     """The names of the parameters that :func:`pymoe.nn.apply_experts` calls ``w_in``, ``w_out``, ``b_in`` and
-    ``b_out``; None for biases that there are not. Both weights may be a :class:`pymoe.nn.QuantizedLinear`."""
+    ``b_out``; None for missing biases. Both weights may be a :class:`pymoe.nn.QuantizedLinear`."""
     transposed: bool
     """True if the weights are (E, in, out) instead of (E, out, in)."""
     activation: Callable[[Any], Activation]
-    """Takes the module, and returns the activation of its next call. It raises if the module would not run."""
+    """Takes the module, and returns the activation of its next call. It raises if the module could not run."""
     adapters: Callable[[Any], tuple[Sequence[LowRank], Sequence[LowRank]]]
-    """Takes the module, and returns the adapters of both weights for its next call, of all experts."""
+    """Takes the module, and returns the adapters of all experts for its next call, for both weights."""
 
 
 Handler = Callable[[nn.Module], StackedExperts | None]
-"""Takes a module. Returns the description of its experts; None if it knows no experts in it. It raises
+"""Takes a module. Returns the description of its experts, or None if it is not a module with such experts. Raises
 :class:`ValueError` or :class:`TypeError` for experts that cannot be described."""
 
 handlers: list[Handler] = []
@@ -42,7 +42,7 @@ handlers: list[Handler] = []
 
 
 def device_of(experts: nn.Module) -> torch.device:
-    """Return the device of experts; quantised ones may have buffers and no parameters."""
+    """Return the device of experts; quantised experts may have only buffers."""
     return next(chain(experts.parameters(), experts.buffers())).device
 
 
@@ -50,12 +50,13 @@ class OnLoad(NamedTuple):
     """Describes how the model that an integration is about to load is spread over ranks."""
 
     begins: Callable[[nn.Module], bool]
-    """Takes a model on the meta device; returns whether its weights will be read, not those of an adapter."""
+    """Takes a model on the meta device; returns True if its weights will be read, False if only an adapter's will."""
     spread: Callable[[nn.Module], object]
-    """Spreads its experts over the ranks, in place. Quantised weights may have this rank's experts alone."""
+    """Spreads the model's experts over the ranks, in place. Quantised weights may already be cut to this rank's
+    experts."""
     own: Callable[[int], slice]
-    """Takes a number of experts; returns those of this rank."""
+    """Takes a number of experts; returns the slice of this rank."""
 
 
 on_load: ContextVar[OnLoad | None] = ContextVar("on_load", default=None)
-"""None if models are loaded whole."""
+"""The :class:`OnLoad` of the current context; None if models are loaded whole."""

@@ -1,4 +1,4 @@
-"""Rows, bytes, balance and memory of an MoE layer whose experts are spread over ranks, before there are any ranks.
+"""Computes rows, bytes, balance and memory of an MoE layer with experts spread over ranks, without running it.
 
 >>> from pymoe.ep.simulate import PRESETS, simulate, uniform
 >>> block = PRESETS["mixtral-8x7b"]
@@ -6,7 +6,7 @@
 >>> [round(one.rows, 2) for one in found.traffic[:2]]
 [1.75, 1.75]
 
-:func:`simulate` takes a :class:`Block` (one of :data:`~pymoe.ep.simulate.block.PRESETS`, or your own numbers) and a
+:func:`simulate` takes a :class:`Block` (one of :data:`~pymoe.ep.simulate.block.PRESETS`, or your own sizes) and a
 :class:`Load` (:func:`uniform`, :func:`zipf`, or :func:`recorded` by a :class:`LoadRecorder`), and returns a
 :class:`Simulation`; :func:`text` shows it. In a shell:
 

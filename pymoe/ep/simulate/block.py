@@ -1,4 +1,4 @@
-"""The layer that is simulated: its sizes, and the sizes of the expert blocks of published models."""
+"""The sizes of a simulated layer, and those of the mixture layers of published models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def at_least(owner: str, argument: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper end."""
+    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper bound."""
     checks.integer(owner, argument, value, low, high, f"at least {low}" if high is None else f"in {low}..{high}")
 
 
@@ -70,12 +70,12 @@ class Block:
 
     @property
     def itemsize(self) -> int:
-        """Return b, the number of bytes of a number."""
+        """Return b, the size of one element in bytes."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def weight_itemsize(self) -> int:
-        """Return the number of bytes of a choice's weight; the router computes in float32 or float64."""
+        """Return the size of a choice's weight in bytes; the router computes in float32 or float64."""
         return max(4, self.itemsize)
 
     @property
@@ -105,4 +105,4 @@ PRESETS = {
     "glm-4.5-air": Block("GLM-4.5-Air", 4096, 1408, 128, 8, 45, shared_ffn=1408),
     "deepseek-v3": Block("DeepSeek-V3", 7168, 2048, 256, 8, 58, shared_ffn=2048, groups=8, kept_groups=4),
 }
-"""Expert blocks of published models, by the name for ``--model``."""
+"""Mixture layers of published models, by the name for ``--model``."""

@@ -34,7 +34,7 @@ from pymoe.ops import gate_topk
 
 FORMAT = 1
 SAMPLED_TOKENS = 65_536
-"""Largest number of tokens that are drawn for a step, on all ranks together; for more tokens they are scaled up."""
+"""Largest number of tokens that are drawn for a step, on all ranks together; results for more tokens are scaled up."""
 SAMPLED_LAYERS = 3
 """Number of layers that are drawn; the popular experts differ between layers."""
 SAMPLED_STEPS = 2
@@ -77,13 +77,15 @@ class Load:
         return self.choices[0][0].shape[1]
 
     def with_past(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (previous step's choices, choices) for every layer and step except the first; a single step twice."""
+        """Yield (previous step's choices, choices) for every layer and step but the first; a single step is its own
+        past.
+        """
         for steps in self.choices:
             yield from pairwise(steps) if len(steps) > 1 else ((steps[0], steps[0]),)
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token: consecutive ones, whose numbers differ by one at most."""
+    """Return (N,) int64, the rank of each token. Each rank has consecutive tokens, as many as others or one more."""
     return torch.arange(tokens) * ranks // tokens
 
 
@@ -198,7 +200,7 @@ def _choose(block: Block, popularity: Tensor, tokens: int, random: torch.Generat
 
 
 class LoadRecorder:
-    """Record the choices of a model's routers in the blocks that it guards; each block is one step::
+    """Records the choices of a model's routers within its ``with`` blocks; each block is one step::
 
         recorder = LoadRecorder(model)
         for inputs, targets in batches:
@@ -208,14 +210,14 @@ class LoadRecorder:
             optimizer.step()
         recorder.save("loads.npz")
 
-    Several forwards in one block (micro-batches) are tokens of one step, one after the other. The backward must be
+    The tokens of several forwards in one block (micro-batches) are concatenated into one step. The backward must be
     outside of the block: under activation checkpointing it runs forwards again. Outside of its blocks the recorder
     costs nothing; inside it copies the choices to the CPU, which waits for the device.
 
     Args:
         model: a model with at least one :class:`pymoe.nn.MoE`, or one of transformers whose experts are behind its
             interface, after the import of :mod:`pymoe.integrations.transformers`. All layers must have the same E and
-            K; K of models of transformers is known after the first step.
+            K; for models of transformers, K is known after the first step.
 
     Raises:
         ValueError: the model has no such layer, or layers of several sizes.
@@ -251,7 +253,7 @@ class LoadRecorder:
         """End the step and keep it, unless the block raised.
 
         Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps, or if
-        layers have several K.
+        the layers differ in K.
         """
         for hook in self._hooks:
             hook.remove()

@@ -41,8 +41,8 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
 """Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; contiguous shards
 with at most one or two clones on each rank.
 
-Each way is a function of the load of the previous step, (E,), the counts of this step, (R, E), and the least number of
-rows of a clone. It returns the shares of the ranks.
+Each way is a function of the load of the previous step, (E,), the counts of this step, (R, E), and the smallest
+number of rows for which an expert is cloned. It returns the shares of the ranks.
 """
 
 
@@ -89,9 +89,9 @@ class Spread:
         return torch.stack(found).double() * self.scale
 
     def chunk_of_choices(self, chunks: int) -> Tensor:
-        """Return (N, K) int64, the chunk of each choice: the same share of each rank's experts.
+        """Return (N, K) int64, the chunk in which each choice travels. Chunks divide the experts of each rank evenly.
 
-        Of n experts, chunk c has those from ``c * n // chunks`` on.
+        Of a rank's n experts, chunk c starts with the one at index ``c * n // chunks``.
         """
         chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
         for rank, experts in enumerate(self.held):
@@ -170,7 +170,8 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
 
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
-    """Return the approximate ratio of the fullest rank to the mean under a uniform router, which is due only to chance.
+    """Return the approximate ratio of the fullest rank to the mean under a uniform router. It differs from 1 only by
+    chance.
 
     The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
     loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected
@@ -191,7 +192,7 @@ def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tens
 def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     """Return (N, K) int64: the rank to which each choice's row goes.
 
-    A source's rows for an expert fill its hosts in the order of ``shares``.
+    The rows of a source for an expert go to the expert's hosts in the order of ``shares``, each up to its share.
     """
     most = shares.rows.shape[2]
     hosts = torch.tensor([[*its_hosts, *its_hosts[:1] * (most - len(its_hosts))] for its_hosts in shares.hosts])
@@ -232,5 +233,5 @@ def pairs_of(
 
 
 def travelling(pairs: Tensor) -> float:
-    """Return the rows of ``pairs`` that leave their rank."""
+    """Return the number of rows in ``pairs`` that leave their rank."""
     return float(pairs.sum() - pairs.diagonal().sum())

@@ -29,19 +29,19 @@ FORMAT = 2
 EXCHANGES = 4
 """Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
 INDEX_BYTES = 4
-"""Bytes of the number of an expert, which travels with a row of several choices."""
+"""Bytes of an expert's index. A deduplicated row travels with one index per choice."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank for all mixture layers of the model, and nothing else of the model."""
+    """Memory of a rank, in bytes, for all mixture layers of the model; the rest of the model is not counted."""
 
     weights: float
     gradients: float
     optimizer: float
     """Bytes of the optimizer's states, and of master weights if it keeps them."""
     activations: float
-    """Bytes that a forward leaves for the backward."""
+    """Bytes that the forward saves for the backward."""
     buffers: float
     """Additional bytes that one layer needs while it runs."""
 
@@ -53,7 +53,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that a rank sends per layer and step, the mean over ranks, in one of the ways of :func:`pymoe.ep.shard`."""
+    """Rows and bytes that a rank sends per layer and step (mean over ranks), with one setting of
+    :func:`pymoe.ep.shard`.
+    """
 
     deduplicated: bool
     chunks: int
@@ -61,16 +63,16 @@ class Traffic:
     rows: float
     """Rows that one rank sends per exchange, divided by its number of tokens."""
     expected: float | None
-    """The value of ``rows`` by the formula for a uniform router; None where the formula does not hold."""
+    """The value of ``rows`` according to the formula for a uniform router; None where the formula does not hold."""
     bytes: float
-    """Bytes of the four exchanges."""
+    """Bytes that one rank sends in the four exchanges."""
     saved: float
-    """Share of bytes that is saved, compared with one row per choice."""
+    """Fraction of the bytes that is saved, compared with one row per choice."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of :func:`simulate`; all sizes are in bytes."""
+    """Result of :func:`simulate`; all amounts of data are in bytes."""
 
     block: Block
     load: Load
@@ -79,9 +81,9 @@ class Simulation:
     tokens: int
     """T, the number of tokens per rank and step."""
     min_rows_to_clone: int
-    """Least number of rows for which an expert is cloned."""
+    """Smallest number of rows for which an expert is cloned."""
     balance: Balance
-    """Balance to which traffic and memory refer."""
+    """Balance of the chosen spread, for which traffic and memory are computed."""
     balances: tuple[Balance, ...]
     """Balance of every way in :data:`~pymoe.ep.simulate.rows.SPREADS`."""
     expected_imbalance: float | None
@@ -93,14 +95,16 @@ class Simulation:
     clones_bytes: float
     """Bytes of clones' weights and gradients that a rank sends per layer and step, the mean over ranks."""
     alternatives: dict[str, float]
-    """Bytes that a rank sends per layer and step under ``"DP"`` and ``"FSDP"``, for any number of tokens."""
+    """Bytes that a rank sends per layer and step under ``"DP"`` and ``"FSDP"``; it does not depend on tokens."""
     memory: dict[str, Memory]
-    """Memory of the fullest rank under ``"EP"``, ``"EP deduplicated"`` (without clones), ``"DP"`` and ``"FSDP"``."""
+    """Memory of the fullest rank under ``"EP"``, ``"EP deduplicated"`` (absent with clones), ``"DP"`` and
+    ``"FSDP"``."""
 
     def tokens_below(self, traffic: Traffic, name: str) -> float | None:
         """Return the tokens per rank and step up to which ``traffic`` has fewer bytes than ``"DP"`` or ``"FSDP"``.
 
-        Rows grow with the tokens; counts, clones and the bytes of the alternatives do not. None: for any number.
+        The bytes of rows grow with the tokens; those of counts, clones and the alternatives do not. Return None if
+        ``traffic`` has no bytes, so that it has fewer for any number of tokens.
         """
         left = max(0.0, self.alternatives[name] - self.counts_bytes - self.clones_bytes)
         return left / (traffic.bytes / self.tokens) if traffic.bytes else None
@@ -150,7 +154,8 @@ def simulate(
             travels once to a rank does so in every part in which it has experts there.
         spread: the way to spread experts for traffic and memory; one of :data:`~pymoe.ep.simulate.rows.SPREADS`, all
             of which are compared in ``balances``.
-        min_rows_to_clone: the least number of rows of a clone; None: the default of :func:`pymoe.ep.shard`.
+        min_rows_to_clone: the smallest number of rows for which an expert is cloned; None: the default of
+            :func:`pymoe.ep.shard`.
         optimizer_bytes: bytes per parameter for states and master weight; None: the bytes of AdamW.
         recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes only
             the memory.
@@ -184,7 +189,8 @@ def simulate(
     chosen, found = balances[spread], every[spread]
     counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
     clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
-    # A ring all-reduce of the gradients of all experts; all-gathers of weights in both passes, and a reduce-scatter.
+    # DP all-reduces the gradients of all experts in a ring. FSDP all-gathers weights in both passes, and
+    # reduce-scatters gradients: three halves of that.
     all_reduced = 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
     alternatives = {"DP": all_reduced, "FSDP": 1.5 * all_reduced}
     ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
@@ -243,7 +249,7 @@ def _traffic(
 
 
 def optimizer_bytes_of(block: Block) -> int:
-    """Return the bytes per parameter of AdamW: two float32 moments, and float32 weights in addition to narrower ones.
+    """Return the bytes per parameter of AdamW: two float32 moments, and a float32 master weight for narrower ones.
 
     The moments of float64 parameters are float64.
     """
@@ -263,7 +269,7 @@ def expert_parallel(
 ) -> Memory:
     """Return the memory of the fullest rank under expert parallelism.
 
-    Clones are kept from the forward to the backward, as activations, and their gradients as buffers of one layer.
+    Clones are kept for the backward, so they count as activations; their gradients count as buffers of one layer.
 
     Args:
         block: the layers.
@@ -271,8 +277,8 @@ def expert_parallel(
         balance: rows and experts of the fullest rank.
         tokens: T, per rank.
         optimizer_bytes: bytes of the optimizer per parameter.
-        gathered: rows in a rank's send buffer if a token travels once per rank, where it is copied for each expert;
-            None: every choice is a row.
+        gathered: the number of rows in a rank's send buffer if a token travels once per rank and is copied for each
+            expert on arrival; None if every choice is a row.
         recompute: the forward runs again in the backward (activation checkpointing of each layer).
     """
     own = -(-block.experts // ranks) if balance.clones else balance.experts
@@ -304,11 +310,11 @@ def _alone(block: Block, ranks: int, gathered: float, tokens: float, optimizer_b
 def _activations(block: Block, computed: float, returned: float, tokens: float, *, copied: bool) -> float:
     """Return the bytes that the forward of one layer saves.
 
-    With w the bytes of a number of the router (float32 or float64), they are w T (H + E) for the router: its rows and
-    logits; b rows (H + 3 F) for the experts: before and after the first product, and before the second; b H for each
-    row that came back, for the weights of the choices; b T (H + 3 F_shared) for shared experts, less b T H if they
-    share the router's rows; and 16 T K for choices, weights and the order of rows. Rows that are copied on arrival are
-    also summed there, which saves the experts' outputs: b H more for each.
+    Let b be the bytes of an element of the rows, and w those of an element in the router (float32 or float64). The
+    terms are w T (H + E) for the router's rows and logits; b (H + 3 F) for each computed row, before and after the
+    first product and before the second; b H for each returned row, for the weights' gradients; b T (H + 3 F_shared)
+    for shared experts, less b T H if they use the router's rows; and 16 T K for choices, weights and the order of rows.
+    Rows that are copied on arrival are also summed there, for which the experts' outputs are saved: b H more for each.
     """
     wide = block.weight_itemsize
     saved = wide * tokens * (block.hidden + block.experts) + 16.0 * tokens * block.choices
@@ -332,8 +338,8 @@ def _memory(
 ) -> Memory:
     """Return the memory of a rank.
 
-    The backward of a layer needs buffers for the gradients of rows: b H bytes per row that was sent, b (H + 3 F) per
-    row that was computed.
+    The backward of a layer needs buffers for the gradients of rows: b H bytes for each sent row and b (H + 3 F) for
+    each computed row, b being the bytes of an element.
     """
     computed, sent = rows
     buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
