@@ -36,7 +36,7 @@ struct Tensor {
   uint64_t byte_offset;
 
   const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
-  // Bytes of one row: all dimensions except the first.
+  // Returns the number of bytes of one row: all dimensions except the first.
   int64_t row_bytes() const;
   // Returns true if the rows lie one after the other, without gaps.
   bool dense() const;
@@ -54,7 +54,7 @@ py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
 // Reads a tensor that this module made, as read() does, but without checks.
 void read_plain(PyObject* object, Tensor& tensor);
 
-// Reads a tensor that was read before. False if it cannot be read any more; then no error is set.
+// Reads a tensor that was read before. Returns false, without an error set, if it can no longer be read.
 bool reread(PyObject* object, Tensor& tensor) noexcept;
 
 // Makes a contiguous CPU tensor of torch over `data`. `release(data)` runs when torch releases it, on any thread, with

@@ -178,7 +178,7 @@ MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   return MaybeException(self.request->exception());
 }
 
-// Cancels the request; false if its only or last batch has started, or if it is done.
+// Cancels the request; returns false if its only or last batch has started, or if it is done.
 bool cancel(FutureObject& self) {
   const auto request = self.request;
   if (request->done()) return request->was_cancelled();

@@ -25,11 +25,11 @@ class Stoppable {
   virtual void request_stop(runtime::Stop how) = 0;
   // Waits until `until` at most; returns true once every thread has ended and is joined.
   virtual bool stopped_by(Clock::time_point until) = 0;
-  // Returns true on one of the object's own threads, which cannot wait for its end.
+  // Returns true on one of the object's own threads, which cannot wait for the object's end.
   virtual bool on_worker() const = 0;
 };
 
-// A Stoppable that holds a WorkerPool or an Executor of the runtime.
+// A Stoppable that wraps a WorkerPool or an Executor of the runtime.
 template <typename Threads>
 class Stopping final : public Stoppable {
  public:
@@ -46,7 +46,8 @@ class Stopping final : public Stoppable {
 // the GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
-// Stops it and waits until every thread has ended. Under the GIL; throws the exception of a signal handler.
+// Stops `stoppable` and waits until every thread has ended. Call it under the GIL. Throws the exception of a signal
+// handler.
 void stop(Stoppable& stoppable, runtime::Stop how);
 
 // Returns a number that every fork increases. An object that was made in another generation has no threads in this

@@ -60,7 +60,7 @@ class Profiled {
     callbacks_ = torch_profiler().callbacks();
   }
 
-  // Called on another thread that is not profiled; true if it is profiled from now on.
+  // Called on another thread that is not profiled; returns true if that thread is profiled from now on.
   bool join() const {
     if (callbacks_ == nullptr) return false;
     torch_profiler().set_callbacks(callbacks_);

@@ -2,7 +2,7 @@
 // device) share.
 //
 // Widening is exact and rounding is to nearest even; NaN stays NaN (with any payload), infinities and signed zeros stay
-// exact. A GPU has an instruction for each conversion; other processors do the same with integer operations.
+// exact. A GPU has an instruction for each conversion; on other processors, integer operations do the same.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
   if (magnitude >= 0x7c00u) {  // infinity or NaN: widen the exponent, keep the payload
     return bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
   }
-  // fp32 holds every fp16 subnormal as a normal number. None of the operands is subnormal, so a thread that flushes
-  // subnormals to zero gets the same result.
+  // fp32 represents every fp16 subnormal as a normal number. None of the operands is subnormal, so a thread that
+  // flushes subnormals to zero gets the same result.
   const float widened = magnitude < 0x400u ? static_cast<float>(magnitude) * bit_cast<float>(0x33800000u)  // * 2^-24
                                            : bit_cast<float>((magnitude << 13) + 0x38000000u);
   return bit_cast<float>(sign | bit_cast<uint32_t>(widened));
@@ -119,7 +119,7 @@ struct TypeTag {
   using type = T;
 };
 
-// Calls f(TypeTag<T>{}) with the C++ type behind `dtype`.
+// Calls f(TypeTag<T>{}) for the C++ type T that stores elements of `dtype`.
 template <typename F>
 decltype(auto) visit_dtype(DType dtype, F&& f) {
   switch (dtype) {

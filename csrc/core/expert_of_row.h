@@ -8,15 +8,15 @@
 namespace pymoe {
 
 // The biases of experts, (E, N), for an operator that adds them to its rows: row r of expert e, that is with
-// offsets[e] <= r < offsets[e + 1], has bias e. Without data nothing is added.
+// offsets[e] <= r < offsets[e + 1], has bias e. If `data` is null, nothing is added.
 struct ExpertBiases {
   const void* data = nullptr;
   const int32_t* offsets = nullptr;  // (E + 1,)
   int64_t experts = 0;
 };
 
-// Returns the first expert whose rows end after `row`: its owner. For a row past offsets[experts], which nobody owns,
-// it returns `experts`. Whatever the offsets, the result is in 0..experts.
+// Returns the first expert whose rows end after `row`: its owner. For a row past offsets[experts], which no expert
+// owns, it returns `experts`. The result is in 0..experts for any values of the offsets.
 PYMOE_HOST_DEVICE PYMOE_INLINE int64_t expert_of_row(const int32_t* offsets, int64_t experts, int64_t row) {
   int64_t first = 0, count = experts;
   while (count > 0) {
@@ -28,7 +28,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE int64_t expert_of_row(const int32_t* offsets, int
   return first;
 }
 
-// Returns the N values of T that are added to `row`, or null if nobody owns it.
+// Returns the N values of T that are added to `row`, or null if no expert owns it.
 template <typename T>
 PYMOE_HOST_DEVICE PYMOE_INLINE const T* bias_of_row(const ExpertBiases& biases, int64_t row, int64_t features) {
   const int64_t expert = expert_of_row(biases.offsets, biases.experts, row);

@@ -1,6 +1,6 @@
 // Lets both modules be loaded where glibc and libstdc++ are older than the compiler's, as far back as torch's own
-// wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It has what newer headers of libstdc++ call, which older ones
-// compiled inline or called by other names. All of it is hidden, so no other library sees it.
+// wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It defines the functions and variables that newer headers of
+// libstdc++ refer to and that older libraries do not export. All are hidden, so no other library sees them.
 //
 // Functions have assembler names, because names of namespace std are not ours to define.
 #include <features.h>
@@ -17,11 +17,13 @@ PYMOE_HIDDEN extern char never_single_threaded __asm__("__libc_single_threaded")
 char never_single_threaded = 0;
 }
 
-// GLIBCXX_3.4.29: std::__throw_bad_array_new_length(), when a container is asked for more than memory can have.
+// GLIBCXX_3.4.29: std::__throw_bad_array_new_length(), thrown when a container is asked for more elements than memory
+// can address.
 PYMOE_HIDDEN [[noreturn]] void throw_bad_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
 void throw_bad_length() { throw std::bad_array_new_length(); }
 
-// CXXABI_1.3.13: the counters of std::exception_ptr. Its copy constructor and destructor of CXXABI_1.3.3 count as well.
+// CXXABI_1.3.13: the counters of std::exception_ptr. Its copy constructor and destructor, in CXXABI_1.3.3, count as
+// well.
 void copy_pointer(void* to, const void* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_pointer(void* pointer) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
 

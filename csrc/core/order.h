@@ -1,8 +1,8 @@
 // The order in which experts are chosen, on integers.
 //
-// order_key(x) is greater for values that are chosen first: numbers by value, -0 equal to +0, every NaN above all
-// numbers and equal to every other NaN. The smallest integer is no value's key, so it can mean "nothing yet". 16-bit
-// floats are ordered by their values as float. Ties between keys go to the lower index.
+// order_key(x) is greater for values that are chosen first. Numbers are ordered by value, with -0 equal to +0;
+// every NaN is above all numbers and equal to every other NaN. The smallest integer is not the key of any value, so it
+// can mean "nothing yet". 16-bit floats are ordered by their values as float. Ties between keys go to the lower index.
 #pragma once
 
 #include <cstdint>

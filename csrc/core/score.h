@@ -59,8 +59,8 @@ struct ExpSteps<double> {
   }
 };
 
-// Returns a * b + c, if the product is exact: then a fused multiply-add, one instruction on the GPU, gives the same
-// bits as two operations.
+// Returns a * b + c for a product that must be exact: a fused multiply-add, one instruction on the GPU, then gives the
+// same bits as two operations.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S add_exact_product(S a, S b, S c) {
 #if defined(__CUDA_ARCH__)
@@ -71,7 +71,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S add_exact_product(S a, S b, S c) {
 #endif
 }
 
-// e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
+// Returns e^x within 2 ulp. NaN stays NaN; overflow gives infinity, underflow gradual subnormals and zero.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S exp_in_fixed_steps(S x) {
   using Steps = ExpSteps<S>;
@@ -102,7 +102,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;
 }
 
-// Returns the sum of `count` values of a token's choices, in blocks so that the rounding error stays small for large K.
+// Returns the sum of a token's `count` values, one per choice, in blocks so that the rounding error stays small for
+// large K.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S sum_in_blocks(const S* values, int64_t count) {
   S total = 0;

@@ -67,7 +67,7 @@ Plan make_plan(int64_t rows, int64_t experts) {
   return plan;
 }
 
-// Returns the expert of a choice, or -1 if the choice names none.
+// Returns the expert of a choice, or -1 if the choice names no valid expert.
 template <typename Index>
 PYMOE_DEVICE int expert_of(Index named, int experts) {
   using Unsigned = std::conditional_t<sizeof(Index) == 8, uint64_t, uint32_t>;  // negative indices become large ones
@@ -78,7 +78,7 @@ struct Tile {
   int64_t begin;
   int rounds;
 
-  // Returns the place of this thread's choice in round `round` of its warp.
+  // Returns the index of the choice that this thread handles in round `round` of its warp.
   PYMOE_DEVICE int64_t place(int round) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     return begin + (static_cast<int64_t>(warp) * rounds + round) * kWarp + lane;

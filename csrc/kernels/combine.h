@@ -21,7 +21,7 @@
 // and the dtype (combine_backward_cuda.cu): its dweights are within rounding of the CPU's; out and dy have the same
 // bits.
 //
-// Slots must hold -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
+// Slots must be -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
 // a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). For any slots and
 // *used, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
 // below *used that no slot names is not written. A row that two slots name gets a gradient of either (on the GPU the

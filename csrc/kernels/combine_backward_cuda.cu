@@ -29,7 +29,7 @@ template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
 // load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If these are narrower than the chunk, the row
-// may end within it, and only `count` elements are touched. kOnce: true if nobody else reads the chunk.
+// may end within it, and only `count` elements are touched. kOnce: true if no other thread reads the chunk.
 template <int kBytes, bool kOnce = true, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
@@ -65,7 +65,7 @@ PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
   return values[0];
 }
 
-// The sums that a lane holds in the end: `count` sums from number `first` on, or none.
+// The sums that a lane has in the end: `count` of them, from index `first` on, or none.
 struct Held {
   int first, count;
 };

@@ -9,10 +9,10 @@
 // Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
 // opaque bytes, so one kernel serves any dtype. Row offsets are 64-bit.
 //
-// `slot` must hold -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range otherwise; the CUDA twin
-// skips such a choice. *used is clamped to [0, S]; an unused row is zero even if a slot names it. Neither
-// ever writes outside `out`. The result is a permutation of the input bytes: exact, and the same for any number of
-// threads. There is no workspace.
+// `slot` must contain -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range for other values; the CUDA
+// twin skips such a choice. *used is clamped to [0, S]; an unused row is zero even if a slot names it. Neither ever
+// writes outside `out`. The result is a permutation of the input bytes: exact, and the same for any number of threads.
+// There is no workspace.
 #pragma once
 
 #include <cstdint>

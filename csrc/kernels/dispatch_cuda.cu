@@ -10,7 +10,7 @@
 //
 // The same threads then clear the rows from *used on, a share each: nothing if no choice was dropped, and with the
 // bandwidth of the whole GPU if many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
-// write to one place unless two choices name one slot.
+// write to the same address unless two choices name the same slot.
 #include <algorithm>
 
 #include "kernels/cuda/launch.h"

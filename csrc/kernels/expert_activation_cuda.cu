@@ -75,7 +75,7 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
 }
 
 // Loads kCount of the thread's chunks into `to`, from its chunk number `first` on, with zeros past the row's end.
-// `from` is the address of its chunk 0. All loads are issued together. kOnce: true if nobody else reads the chunks.
+// `from` is the address of its chunk 0. All loads are issued together. kOnce: true if no other thread reads the chunks.
 template <bool kWhole, bool kOnce = true, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
@@ -117,7 +117,8 @@ PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   for (int j = 0; j < kShare; ++j) f(std::false_type{}, std::integral_constant<int, 1>{}, j);
 }
 
-// The bias of a thread's row, from the thread's first chunk on; `place` has no elements if the row has no expert.
+// The bias of a thread's row, from the thread's first chunk on. `place` has no elements if the row has no
+// expert.
 template <typename T>
 struct RowBias {
   const T* data = nullptr;
@@ -262,7 +263,7 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
   const int64_t tiles = shared ? ceil_div(chunks, kShare * kRowThreads) : 1;
   const RowGroup group = shared ? RowGroup{kRowThreads, 1} : group_for(chunks, kShare);
   const bool whole = !a.interleaved && widest_access(addresses, row_bytes) == 16;
-  // If `tiles` overflows, there are too many blocks, which the launch reports.
+  // If `tiles` overflows, there are too many blocks, and the launch reports an error.
   return {rows,
           features,
           whole,
@@ -273,7 +274,7 @@ Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActi
           ceil_div(rows, group.rows) * tiles};
 }
 
-// Calls f(the kind, whether there are biases, TypeTag of the dtype), the first two as constants.
+// Calls f(kind, whether there are biases, TypeTag of the dtype); the first two are compile-time constants.
 template <typename F>
 void visit(const ExpertActivationArguments& a, const F& f) {
   if (a.rows == 0 || a.features == 0) return;

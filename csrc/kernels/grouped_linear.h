@@ -5,12 +5,12 @@
 //     weight grad   dweight[e] = sum of grad[r] (outer) x[r] over the rows of e;                   -> (E, N, H)
 //     bias grad     dbias[e] = sum of grad[r] over the rows of e;                                  -> (E, N)
 //
-// Rows past offsets[E] belong to no expert: their y is zero and their x and grad are never read. The gradients of an
+// Rows past offsets[E] have no expert: their y is zero and their x and grad are never read. The gradients of an
 // expert without rows are zero. Every element of the output is written; the outputs are contiguous, the inputs may
 // have any strides (a stride is in elements).
 //
 // With an order the rows need not be sorted in memory: the r-th sorted row is row order[r] of x, y and grad.
-// The rules for rows past offsets[E] then hold for the rows that the first offsets[E] values of the order do not name;
+// The rules for rows past offsets[E] then apply to the rows that the first offsets[E] values of the order do not name;
 // later values are not read. The named rows must be distinct. x and grad are then contiguous, and every bit is
 // the same as for sorted, contiguous rows: sums over an expert's rows run in the given order.
 //

@@ -354,7 +354,7 @@ void bias_grad(const GroupedBiasGradArguments& a, const Places& places, void* st
          a.grad.column_stride, places, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
 }
 
-// Calls f(TypeTag of the dtype, places of the rows).
+// Calls f(TypeTag of the dtype, positions of the rows).
 template <typename F>
 void for_kind(const GroupedArguments& a, F&& f) {
   visit_dtype(a.dtype,

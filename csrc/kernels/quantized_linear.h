@@ -5,11 +5,11 @@
 //     input grad    dx[r] = W[e].T @ grad[r]          for these rows;                            (S, N) -> (S, H)
 //
 // W is packed as described in quantized_weight.h. Rows of x are rounded to integers of 16 bits in blocks of 128 inputs,
-// whose step is a power of two. Products with the codes of the weights (at mxfp4 with twice their values) are added up
+// whose step is a power of two. Products with the codes of the weights (in mxfp4 with twice their values) are added up
 // as integers over a block (8 bits) or a group of 32 (4 bits), and these sums are scaled and added in fp32, without
 // fused multiply-adds, in the order of the inputs: pymoe/reference/quantized_linear.py has the steps. Integer sums have
 // no order, so the bits of a result depend only on its row and its expert: not on the instruction set, the threads or
-// the rows around it. At fp8 and in the affine and symmetric formats nothing is rounded to integers: fp32 fused
+// the rows around it. In fp8 and in the affine and symmetric formats nothing is rounded to integers: fp32 fused
 // multiply-adds add up the products of a block of 128 inputs in their order, and the sums are scaled (fp8) and added as
 // above.
 //
@@ -18,7 +18,7 @@
 // multiplied by gemm (kernels/cpu/gemm.h): the bits are those of grouped_linear with all weights decoded as (E, H, N),
 // and depend neither on the threads nor on the rows around a row.
 //
-// Rows past offsets[E] belong to no expert: their y or dx is zero, their x or grad is never read. Every element of the
+// Rows past offsets[E] have no expert: their y or dx is zero, and their x or grad is never read. Every element of the
 // output is written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
 // std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU only.
 #pragma once
@@ -73,7 +73,7 @@ inline constexpr int64_t kWidenedBytes = 4 * kRoundedInputs;  // is_fused: a blo
 static_assert(kFp8Block == kRoundedInputs);
 
 // The layout of a block's integers: for products by vectors, or by tiles (quantized_linear_amx.h) with weights in 8 or
-// 4 bits. At 4 bits tiles take pairs of bf16.
+// 4 bits. With 4 bits, tiles take pairs of bf16.
 enum class Integers { kForVectors, kForTiles8, kForTiles4 };
 
 constexpr Integers integers_for_tiles(WeightFormat format) {

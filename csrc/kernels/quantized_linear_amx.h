@@ -1,4 +1,4 @@
-// The products of quantized_linear by the tiles of AMX, for many rows (see quantized_linear.h and cpu/amx_tiles.h; no
+// The products of quantized_linear with AMX tiles, for many rows (see quantized_linear.h and cpu/amx_tiles.h; no
 // include guard on purpose).
 //
 // Integers are added up exactly, so tiles give the same bits as vectors:
@@ -7,7 +7,7 @@
 //              tiles of 64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the
 //              low ones
 //     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums
-//              on the way: 256 * high, low and the codes (at mxfp4 twice their values) are bf16, and two products add
+//              on the way: 256 * high, low and the codes (in mxfp4 twice their values) are bf16, and two products add
 //              them up to one sum, which is a float by then. The codes of a block are laid out as right tiles once for
 //              some rows.
 //
@@ -21,7 +21,7 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int64_t kSumRows = 16, kSumOutputs = 16, kTileOfSums = kSumRows * kSumOutputs;
 inline constexpr int64_t kTileRowBytes = 64;
 
-// Lines that are prefetched evenly, some at a time.
+// Prefetches cache lines evenly, some at a time.
 class LinesAhead {
  public:
   LinesAhead(const uint8_t* begin, int64_t bytes, int64_t pauses)
@@ -82,7 +82,7 @@ struct RightCodes<WeightFormat::kInt8> {
 
 PYMOE_INLINE void store_words(uint8_t* target, vuint32 words) { memcpy(target, &words, sizeof(words)); }
 
-// The codes of 4 bits in the low bits of 16-bit lanes as bf16, at mxfp4 twice their values; the other bits are ignored.
+// Returns the 4-bit codes in the low bits of 16-bit lanes as bf16 (in mxfp4 twice their values); ignores other bits.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
@@ -137,7 +137,7 @@ struct RightCodes {
     }
   }
 
-  // Group kGroup, and with kTwo the next one: neither waits for the other.
+  // Multiplies group kGroup and, with kTwo, the next one: neither waits for the other.
   template <int kGroup, bool kTwo, typename Tiles>
   PYMOE_INLINE void multiply_groups(Tiles& t, const int8_t* x, int64_t column) const {
     constexpr int64_t kRow = 2 * kRoundedBytes, kLow = kRoundedBytes, kStep = kTileRowBytes;
@@ -168,7 +168,7 @@ struct RightCodes {
   }
 };
 
-// Four tiles of sums that are not yet added to y.
+// Four tiles of sums that have not been added to y yet.
 struct WaitingSums {
   const int32_t* sums = nullptr;  // in the order of RightCodes; null if there are none
   const RoundedBlock* rounded;    // of the first row
@@ -236,7 +236,7 @@ PYMOE_INLINE void add_sums(const WaitingSums& w) {
   }
 }
 
-// multiply_tile of quantized_linear_cpu_body.h, by tiles.
+// Does the same as multiply_tile of quantized_linear_cpu_body.h, with AMX tiles.
 template <WeightFormat kFormat, typename T, typename Tiles>
 void multiply_tile_by_tiles(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                             int64_t row_stride, int64_t count) {

@@ -19,7 +19,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// The number of rows of an expert from which tiles are faster than vectors.
+// The smallest number of an expert's rows for which tiles are faster than vectors.
 constexpr int64_t kFewestTileRows = 5;
 
 // The functions that round rows and multiply them by a tile of weights, for one kind of instruction.
@@ -31,7 +31,7 @@ struct Way {
   int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
 };
 
-// Calls f with the usual handling of subnormal numbers, which a thread may have set to flush them.
+// Calls f with subnormal numbers enabled, even if the thread is set to flush them to zero.
 template <typename F>
 void with_subnormals(const F& f) {
 #if PYMOE_MULTIVERSION
@@ -63,7 +63,7 @@ template <typename T, WeightFormat kFormat>
 class Ways {
  public:
   const Way<T>& of(int64_t rows) const { return rows < kFewestTileRows ? few_ : many_; }
-  // Returns the bytes of a block of a row in memory.
+  // Returns the number of bytes that a block of a row occupies in memory.
   int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
 
  private:
@@ -128,7 +128,7 @@ std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kFormat>&
   return tasks;
 }
 
-// Clears the rows of the result, of `columns` columns, that belong to no expert.
+// Clears the rows of the result that have no expert; a row has `columns` columns.
 template <typename Arguments>
 void clear_unused(const Arguments& a, int64_t columns) {
   const int64_t used = a.offsets[a.experts], row_bytes = columns * size_of(a.dtype);
@@ -198,7 +198,7 @@ void input_grad(const QuantizedInputGradArguments& a) {
   for (int64_t e = 0; e < a.experts; ++e) {
     if (a.offsets[e] < a.offsets[e + 1] && a.inputs > 0) busy.push_back(e);
   }
-  // Long rows are never apart by a power of two, which would send them all to the same few sets of the caches.
+  // The distance of long rows is never a power of two, which would map them all to the same few sets of the caches.
   const int64_t stride = a.outputs < kQuantizedTile ? a.outputs : round_up(a.outputs, 64) + 32;
   const auto input_bytes = stride * static_cast<int64_t>(sizeof(T)), experts = static_cast<int64_t>(busy.size());
   const int64_t width = experts == 0 ? 1 : inputs_together(a.inputs, input_bytes, experts);

@@ -83,7 +83,7 @@ PYMOE_INLINE void lay_out(const int32_t* integers, int8_t* codes) {
 }
 #endif
 
-// Reductions over lanes, written out because they would otherwise be most of a block's cost.
+// Reductions over lanes are written out, because generic ones would be most of a block's cost.
 PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #if PYMOE_ISA_LEVEL == 4
   return _mm512_reduce_max_epi32((__m512i)value);
@@ -96,7 +96,7 @@ PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #endif
 }
 
-// The sums over lanes, in the form that the products take.
+// Sums the lanes of each group, and stores the sums in the form that the products read.
 PYMOE_INLINE void sum_groups(const vint32 (&groups)[4], RoundedBlock& rounded) {
 #if PYMOE_ISA_LEVEL == 4
   const auto a = (__m512i)groups[0], b = (__m512i)groups[1], c = (__m512i)groups[2], d = (__m512i)groups[3];
@@ -170,7 +170,7 @@ PYMOE_INLINE vint32 broadcast_word(const int8_t* source) {
   return word - vint32{};
 }
 
-// Twice the values of mxfp4 codes, and 12 to make them positive, a byte each.
+// Returns twice the values of mxfp4 codes plus 12, which makes them positive; one byte each.
 PYMOE_INLINE vint32 twice_plus_12(vint32 codes) {
 #if PYMOE_ISA_LEVEL >= 3 || PYMOE_NEON
   alignas(16) static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -212,7 +212,7 @@ PYMOE_INLINE vint32 load_bytes(const uint8_t* source) {
 #endif
 }
 
-// Scales of mxfp4, bytes, as floats: powers of two, or NaN for 255.
+// Loads mxfp4 scales, which are bytes, as floats: powers of two, or NaN for 255.
 PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
   const vint32 exponent = load_bytes(source);
   // 2^-127 is subnormal; at the other end the bit makes a NaN of infinity.
@@ -411,17 +411,19 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 
 #endif
 
-// Distance of prefetches in bytes: with 4096 and with 16384 two to eight rows take longer.
+// The distance of prefetches in bytes. With 4096 or 16384, products of two to eight rows take longer.
 inline constexpr int64_t kAhead = 8192;
 
-// The scales of the groups of a super-block at int4, and then their minima: 64 outputs for each.
+// One int4 super-block of 64 outputs, decoded: the scales of all groups, then the minima of all groups, 64 values for
+// each group.
 struct SuperEnds {
   static constexpr int64_t kMinima = kSuperGroups * kQuantizedTile;
   alignas(64) float values[2 * kMinima];
   const float* of_group(int64_t group) const { return values + group % kSuperGroups * kQuantizedTile; }
 };
 
-// Decodes what precedes the codes of a super-block, at `super`. Every product but those by 2^(power - 127) is exact.
+// Decodes the scales and minima that precede the codes of the super-block at `super`. Every product is exact, except
+// those by 2^(power - 127).
 inline void decode_ends(const uint8_t* powers, const uint8_t* super, SuperEnds& ends) {
   constexpr int kFields = 2 * static_cast<int>(kSuperGroups);
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -444,14 +446,14 @@ inline void decode_ends(const uint8_t* powers, const uint8_t* super, SuperEnds& 
   }
 }
 
-// The scales of a group of 4 bits of the outputs from `output` on: `scales` are its bytes at mxfp4, `ends` is
-// SuperEnds::of_group at int4.
+// Loads the scales of one group of inputs, in a 4-bit format, for the outputs from `output` on. For mxfp4, `scales`
+// points to the group's bytes; for int4, `ends` is the result of SuperEnds::of_group.
 template <WeightFormat kFormat>
 PYMOE_INLINE vfloat load_scales(const uint8_t* scales, const float* ends, int64_t output) {
   return kFormat == WeightFormat::kMxfp4 ? load_powers(scales + output) : load(ends + output);
 }
 
-// The factor of a block's scaled sums; those of mxfp4 are of twice the weights.
+// Returns the factor of a block's scaled sums. For mxfp4 the sums are those of twice the weights, hence the half.
 template <WeightFormat kFormat>
 PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
   return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
@@ -493,8 +495,8 @@ inline constexpr int64_t kMostWidening = bits_of(kFormat) == 8 ? 20 : 12;
 inline constexpr int kVectorsSharing = 2;
 inline constexpr int64_t kSharedBytes = kSharesCodes ? 2 * kRoundedInputs * kQuantizedTile : 1;
 
-// Writes the factors of a block's codes: two vectors of outputs after another, and for these the factors of each word
-// in the order of the inputs.
+// Writes the factors of a block's codes, for two vectors of outputs after another; for each two, the factors of every
+// word follow in the order of the inputs.
 template <WeightFormat kFormat>
 void widen_codes(const uint8_t* weight, int64_t groups, uint8_t* PYMOE_RESTRICT shared) {
   constexpr int64_t kWordBytes = kQuantizedTile * 4, kWords = bits_of(kFormat);
@@ -630,7 +632,7 @@ MultiplyBlock multiply_block_for(int64_t rows) {
   }(std::make_integer_sequence<int, kMostRows<kFormat>>{});
 }
 
-// out[r][first + j] = y[r][j], scaled (int8), with the bias added, and rounded; j < count.
+// Stores out[r][first + j] = y[r][j] for j < count: scaled (int8), with the bias added, and rounded.
 template <WeightFormat kFormat, typename T>
 PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, const T* bias, T* out, int64_t row_stride,
                          int64_t count) {
@@ -689,7 +691,7 @@ void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, co
 
 }  // namespace pymoe::cpu::PYMOE_ISA
 
-// clang-format off: each depends on those before it
+// clang-format off: each file depends on those before it
 #include "kernels/quantized_linear_fused.h"
 #include "kernels/quantized_linear_decode.h"
 // clang-format on

@@ -1,4 +1,4 @@
-// The weights of a packed tile as numbers, for quantized_linear_input_grad (see quantized_linear.h; no include guard on
+// Decodes the weights of a packed tile, for quantized_linear_input_grad (see quantized_linear.h; no include guard on
 // purpose).
 //
 // A vector holds the weights of one input for as many outputs as it has lanes. Every lane takes the steps of
@@ -6,7 +6,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The values of codes of mxfp4; the upper bits of a lane are not read.
+// Returns the values of mxfp4 codes; ignores the upper bits of a lane.
 PYMOE_INLINE vfloat e2m1_values(vint32 codes) {
 #if PYMOE_ISA_LEVEL == 4
   alignas(64) static constexpr float kValues[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
@@ -29,7 +29,7 @@ PYMOE_INLINE vfloat e2m1_values(vint32 codes) {
 template <typename T>
 PYMOE_INLINE void store_two(T* target, vfloat first, vfloat second) {
 #if PYMOE_ISA_HAS_BF16
-  // One instruction rounds both. It makes zeros of subnormal numbers, as do products of bf16 on such a processor.
+  // One instruction rounds both. It flushes subnormal numbers to zero, as do products of bf16 on such a processor.
   if constexpr (std::is_same_v<T, BFloat16>) {
     const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(target, both);
@@ -41,7 +41,7 @@ PYMOE_INLINE void store_two(T* target, vfloat first, vfloat second) {
 }
 
 // Writes the weights of the inputs from `first`, a multiple of 32, to `last` for the `outputs` <= 64 outputs of a tile:
-// that of input i and output j becomes out[(i - first) * stride + j].
+// the weight of input i and output j becomes out[(i - first) * stride + j].
 template <WeightFormat kFormat, typename T>
 void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t outputs, T* out, int64_t stride) {
   constexpr int kWidth = kLanes<float>;

@@ -1,20 +1,20 @@
-// The products of quantized_linear that take fused multiply-adds, with weights in fp8 and in the affine and symmetric
+// The products of quantized_linear that use fused multiply-adds, for weights in fp8 and in the affine and symmetric
 // formats (see quantized_linear.h; no include guard on purpose).
 //
 // A vector holds the values of the codes of as many outputs as it has lanes. The sum of a block of 128 inputs starts
-// from zero and takes one fused multiply-add per input, in the order of the inputs; then y += sum, at fp8 y += sum *
+// from zero and takes one fused multiply-add per input, in the order of the inputs; then y += sum, in fp8 y += sum *
 // scale, with both steps rounded. These are IEEE operations on single lanes, so the bits are the same on every
 // processor. Few rows decode codes in registers; many rows share the decoded values of a block, which stay in the
 // nearest cache.
 //
 // The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset.
-// The value of a symmetric code is the weight, too: the product of the code and its scale, rounded.
+// The value of a symmetric code is also the weight: the product of the code and its scale, rounded.
 //
 // A code of fp8 is a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is
 // no infinity. With its exponent and mantissa at the lower ends of those of an fp32, it is 2^-120 times its value, so
 // that a product with 2^120 gives the value, also of a subnormal code. These codes are subnormal as fp32, so the caller
-// turns off the flushing of subnormals. A NaN is found on the side, as one makes the sum of its block NaN for every
-// row.
+// turns off the flushing of subnormals. NaN codes are looked for separately: one makes the sum of its block NaN for
+// every row.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -31,7 +31,8 @@ PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) {
 }
 #endif
 
-// Where the weights of a block are: in the packed tile, for the outputs from `first` on, or decoded.
+// The location of a block's weights: in the packed tile, for the outputs from `first` on, or in a buffer of decoded
+// values.
 struct BlockSource {
   const uint8_t* block;
   int64_t first;
@@ -54,7 +55,7 @@ PYMOE_INLINE vint32 load_signed_bytes(const uint8_t* source) {
 #endif
 }
 
-// The values of a vector's codes; NaN appears as 480.
+// Returns the values of a vector's codes; NaN becomes 480.
 PYMOE_INLINE vfloat decode(const uint8_t* codes) {
   constexpr auto kBits = static_cast<int32_t>(0x87f00000u);  // the sign, and where exponent and mantissa are
   return (vfloat)(load_signed_bytes(codes) << 20 & kBits) * 0x1p120f;
@@ -75,7 +76,7 @@ class NanAmong {
       largest_[i] = some > largest_[i] ? some : largest_[i];
     }
   }
-  // A vector whose bits are ones, which is NaN, in the lanes of outputs that have one, and zeros in the others.
+  // Returns a vector with all bits set, which is NaN, in the lanes of outputs that have a NaN, and zeros in the others.
   PYMOE_INLINE vint32 lanes(int vector) const {
     uint8_t bytes[sizeof(largest_)];
     memcpy(bytes, largest_, sizeof(bytes));
@@ -120,7 +121,7 @@ class StoredCodes {
       }
     }
   }
-  // Loads those of kInputs inputs of the run.
+  // Loads the weights of kInputs inputs of the run.
   PYMOE_INLINE void load_inputs(int64_t input, vfloat (&values)[kInputs][kVectors]) {
     const uint8_t* from = codes_ + input / kInputs * kQuantizedTile;
     __builtin_prefetch(from + kAhead);
@@ -141,7 +142,7 @@ class StoredCodes {
       }
     }
   }
-  // The sum of a block, where one of its weights was NaN.
+  // Returns the sum of a block, or NaN in the lanes where one of its weights was NaN.
   PYMOE_INLINE vfloat with_nan(vfloat sum, int vector) const {
     if constexpr (kFormat != WeightFormat::kFp8) return sum;  // it has come there by arithmetic
     return (vfloat)((vint32)sum | nan_.lanes(vector));
@@ -207,7 +208,7 @@ void decode_block(const BlockSource& from, int64_t inputs, float* decoded) {
   }
 }
 
-// y[r][outputs] += the products of a block (at fp8 times their scales), for kRows rows whose values follow one another,
+// y[r][outputs] += the products of a block (in fp8 times their scales), for kRows rows whose values follow one another,
 // and for the outputs of kVectors vectors. `y` is that of the first output; a row of y has 64 outputs.
 template <WeightFormat kFormat, int kRows, int kVectors, typename Weights>
 void multiply_fused(const BlockSource& from, int64_t inputs, const float* PYMOE_RESTRICT x, float* PYMOE_RESTRICT y) {

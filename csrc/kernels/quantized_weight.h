@@ -1,4 +1,4 @@
-// quantized_weight: the weights of linear layers in 8, 4 or 2 bits, in the form that the kernels of quantized_linear
+// quantized_weight: the weights of linear layers in 8, 4 or 2 bits, in the layout that the kernels of quantized_linear
 // read.
 //
 // Outputs are cut into tiles of 64, a tile is one run of bytes, and the tiles of all experts follow one another:
@@ -22,7 +22,7 @@
 // which has no codes for these either.
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
-// inputs at int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.
+// inputs in int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.
 // Kernels multiply them by zeros.
 //
 // quantize_weight rounds (E, N, H) weights of any dtype and strides, but not to the affine and symmetric formats, by
@@ -38,7 +38,7 @@ namespace pymoe {
 
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
 inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale (and a minimum) at 4 bits
-inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise at fp8
+inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise in fp8
 inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
 // The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes, 20 more for
@@ -61,26 +61,26 @@ constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) /
 constexpr bool is_affine(WeightFormat format) {
   return format == WeightFormat::kAffine8 || format == WeightFormat::kAffine4 || format == WeightFormat::kAffine2;
 }
-// Returns whether the products of a format are fused multiply-adds in fp32. The tiles of such a format are runs of
+// Returns whether the products of a format use fused multiply-adds in fp32. The tiles of such a format are runs of
 // inputs, which begin with their scales, and their offsets if they are affine.
 constexpr bool is_fused(WeightFormat format) {
   return format == WeightFormat::kFp8 || format == WeightFormat::kSymmetric8 || is_affine(format);
 }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
-// The bytes of the scales of a group of inputs in a tile.
+// Returns the number of bytes that the scales of a group of inputs occupy in a tile.
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? kQuantizedTile : 0;
 }
-// The bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or a run (is_fused)
-// has only once.
+// Returns the number of bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or
+// a run (is_fused) has only once.
 constexpr int64_t quantized_group_bytes(WeightFormat format) {
   return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
 }
 constexpr int64_t quantized_head_bytes(WeightFormat format) {
   return kQuantizedTile * (format == WeightFormat::kInt8 ? 4 : format == WeightFormat::kInt4 ? 1 : 0);
 }
-// The bytes of a super-block of int4 in a tile before its codes.
+// Returns the number of bytes that precede the codes of an int4 super-block in a tile.
 constexpr int64_t quantized_super_bytes(WeightFormat format) {
   return format == WeightFormat::kInt4 ? kQuantizedTile * (2 + 2 + 12) : 0;
 }

@@ -23,7 +23,7 @@ PYMOE_INLINE vfloat round_to_integer(vfloat value) {
   return (value + magic) - magic;
 }
 
-// The inverse of a step, or 0 if the step is 0.
+// Returns the inverse of a step, or 0 if the step is 0.
 PYMOE_INLINE vfloat inverse_of(vfloat step) {
   const vint32 some = step > 0;
   const vfloat safe = some ? step : broadcast(1.0f);
@@ -35,7 +35,8 @@ PYMOE_INLINE vfloat nearest_code(vfloat value, vfloat minimum, vfloat inverse) {
   return round_to_integer(clamp((value - minimum) * inverse, 0, 15));
 }
 
-// The errors of a grid for a group of `count` inputs, squared and added up; `sum_of_codes` gets the sum of the codes.
+// Returns the sum of a grid's squared errors for a group of `count` inputs; stores the sum of the codes in
+// `sum_of_codes`.
 inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum, vfloat& sum_of_codes) {
   const vfloat inverse = inverse_of(scale);
   vfloat error{}, codes{};
@@ -49,7 +50,7 @@ inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vf
   return error;
 }
 
-// Scale and minimum of a group of `count` inputs, before they are rounded; the minimum is not positive.
+// Fits the scale and the minimum of a group of `count` inputs, before they are rounded; the minimum is not positive.
 inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat& minimum) {
   vfloat least{}, greatest = load(values);
   for (int64_t i = 0; i < count; ++i) {
@@ -92,14 +93,14 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
   }
 }
 
-// The power of two (e8m0) of a row at int4: over it the largest magnitude is below 2^20, so that factors are far from
-// the ends of fp16.
+// Returns the power of two (e8m0) of a row in int4: the largest magnitude divided by it is below 2^20, so that factors
+// are far from the limits of fp16.
 PYMOE_INLINE vint32 power_for(vfloat largest) {
   const vint32 power = ((vint32)largest >> 23) - 19;
   return power > 0 ? power : vint32{};
 }
 
-// Rounds the greatest of a super-block's scales (or minima) over 63 to fp16.
+// Divides the greatest of a super-block's scales (or minima) by 63 and rounds the quotient to fp16.
 PYMOE_INLINE vfloat factor_of(vfloat greatest, uint8_t* out) {
   auto* half = reinterpret_cast<Float16*>(out);
   store(half, greatest / 63.0f);
@@ -110,14 +111,14 @@ PYMOE_INLINE vfloat nearest_field(vfloat value, vfloat inverse) {
   return round_to_integer(clamp(value * inverse, 0, 63));
 }
 
-// Writes the codes of 4 bits of input i and of the outputs from `first` on.
+// Writes the 4-bit codes of input i for the outputs from `first` on.
 PYMOE_INLINE void put_codes_4(uint8_t* words, int64_t i, int64_t first, vint32 codes) {
   const vint32 integers = codes << (i % 8 / 4 * 4);
   uint8_t* to = words + i / 8 * 4 * kQuantizedTile + first * 4 + i % 4;
   for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
 }
 
-// Puts an integer of 6 bits into field `i` of a super-block's words.
+// Puts a 6-bit integer into field `i` of a super-block's words.
 PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
   const auto bits = (vuint32) __builtin_convertvector(value, vint32);
   const int64_t word = 6 * i / 32, shift = 6 * i % 32;
@@ -125,8 +126,8 @@ PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
   if (shift > 26) words[word + 1] |= bits >> static_cast<int>(32 - shift);
 }
 
-// A super-block of a tile at int4, of which `count` inputs exist: `largest` are the largest magnitudes of its rows,
-// `out` is where the super-block begins. Divides the values by the rows' powers of two, in place.
+// Packs a super-block of an int4 tile, with `count` inputs: `largest` has the largest magnitudes of its rows, and the
+// super-block begins at `out`. Divides the values by the rows' powers of two, in place.
 inline void quantize_super_4(float* values, int64_t count, const float* largest, uint8_t* out) {
   const int64_t groups = quantized_groups(count);
   uint8_t* const codes = out + quantized_super_bytes(WeightFormat::kInt4);
@@ -183,7 +184,7 @@ inline void quantize_super_4(float* values, int64_t count, const float* largest,
   }
 }
 
-// Writes the powers of two of a tile at int4.
+// Writes the powers of two of an int4 tile.
 inline void powers_from_largest(const float* largest, uint8_t* out) {
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
     const vint32 power = power_for(load(largest + first));
@@ -191,7 +192,7 @@ inline void powers_from_largest(const float* largest, uint8_t* out) {
   }
 }
 
-// A group of 32 inputs of a tile at mxfp4, of which `count` exist.
+// Packs a group of 32 inputs of an mxfp4 tile; only the first `count` inputs exist.
 inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* out) {
   uint8_t* words = out + quantized_ends_bytes(WeightFormat::kMxfp4);
   memset(words, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup / 2));
@@ -213,7 +214,7 @@ inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* ou
   }
 }
 
-// The same at int8; the scales of the outputs are already written.
+// The same for int8; the scales of the outputs have already been written.
 inline void quantize_group_8(const float* values, int64_t count, const float* scales, uint8_t* out) {
   memset(out, 128, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -228,7 +229,7 @@ inline void quantize_group_8(const float* values, int64_t count, const float* sc
   }
 }
 
-// The same at fp8, for outputs that share one scale.
+// The same for fp8, for outputs that share one scale.
 inline void quantize_group_fp8(const float* values, int64_t count, float scale, uint8_t* out) {
   memset(out, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   const vfloat divisor = broadcast(scale > 0 ? scale : 1.0f);
@@ -248,7 +249,7 @@ inline void quantize_group_fp8(const float* values, int64_t count, float scale, 
   }
 }
 
-// scales[output] = the largest magnitude so far, from the earlier inputs and `count` inputs.
+// Raises scales[output] to the largest magnitude among `count` more inputs of the output.
 inline void raise_to_largest(const float* values, int64_t count, float* scales) {
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
     vfloat largest = load(scales + first);
@@ -257,7 +258,7 @@ inline void raise_to_largest(const float* values, int64_t count, float* scales) 
   }
 }
 
-// The scale of the outputs of a block at fp8, from their largest magnitudes.
+// Returns the scale of an fp8 block, from the largest magnitudes of its outputs.
 inline float scale_of_block(const float* largest) {
   float most = 0;
   for (int64_t output = 0; output < kQuantizedTile; ++output) most = largest[output] > most ? largest[output] : most;

@@ -12,7 +12,7 @@
 //     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; if S is
 //              floored, <f, p_t> is omitted
 //
-// `load` may hold anything: its sum may wrap, and its values are not used as indices.
+// `load` may contain any values: its sum may wrap, and they are not used as indices.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ namespace pymoe::cpu {
 namespace {
 
 // Returns the logsumexp of a row: max + log(sum), with `sum` the sum of e^(l - max). If the maximum is infinite, the
-// terms of the sum are NaN, so the maximum is returned, or NaN if the row holds a NaN.
+// terms of the sum are NaN, so the maximum is returned, or NaN if the row contains a NaN.
 template <typename S>
 S logsumexp_of(S max, S sum, const S* row, int64_t size) {
   if (!std::isinf(max)) return max + std::log(sum);
@@ -40,7 +40,7 @@ class Fraction {
     const auto load_of = [&](int64_t e) {
       return a.load_is_int64 ? static_cast<const int64_t*>(a.load)[e] : int64_t{static_cast<const int32_t*>(a.load)[e]};
     };
-    uint64_t sum = 0;  // unsigned, because a load comes from the caller and may hold anything
+    uint64_t sum = 0;  // unsigned, because a load comes from the caller and may have any values
     for (int64_t e = 0; e < a.num_experts; ++e) sum += static_cast<uint64_t>(load_of(e));
     const int64_t total = std::max<int64_t>(static_cast<int64_t>(sum), 1);
     for (int64_t e = 0; e < a.num_experts; ++e) {

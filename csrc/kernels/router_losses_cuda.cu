@@ -44,7 +44,7 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
   if (load == nullptr) return fraction;
   if (threadIdx.x == 0) *sum = 0;
   __syncthreads();
-  unsigned long long mine = 0;  // unsigned: a load comes from the caller and may hold anything
+  unsigned long long mine = 0;  // unsigned: a load comes from the caller and may have any values
   for (int64_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
     mine += static_cast<unsigned long long>(fraction.load_of(e));
   }
@@ -119,7 +119,7 @@ PYMOE_DEVICE RowStatistics<S> row_statistics(const T* row, int64_t size, bool wi
 }
 
 // Returns the logsumexp of a row. If the maximum is infinite, the terms of the sum are NaN, so the maximum is returned,
-// or NaN if the row holds a NaN.
+// or NaN if the row contains a NaN.
 template <typename S>
 PYMOE_DEVICE S logsumexp_of(const RowStatistics<S>& r) {
   if (r.max - r.max == S{0}) return r.max + std::log(r.sum);

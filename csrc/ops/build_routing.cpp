@@ -28,7 +28,7 @@ void run_counted([[maybe_unused]] const BuildRoutingArguments& a, [[maybe_unused
 }
 
 // Checks the arguments, sorts the choices by expert, and returns (slot, token, offsets). `counted`: the gate's result,
-// if the gate has counted the choices; otherwise null.
+// if the gate has counted the choices; null otherwise.
 std::tuple<Tensor, Tensor, Tensor> sort(const Tensor& experts, int64_t num_experts, std::optional<int64_t> capacity,
                                         bool foreign, const gate_topk_op::Chosen* counted) {
   const bool wide = experts.scalar_type() == ScalarType::Long;

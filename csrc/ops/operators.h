@@ -54,7 +54,7 @@ bool torch_multiplies(int64_t device);
 }  // namespace grouped_linear_op
 
 namespace quantized_linear_op {
-// Without offsets there is one expert, to which all rows belong, and x is (..., H).
+// Without offsets, all rows go to a single expert, and x is (..., H).
 Tensor quantized_linear(const Tensor& x, const Tensor& packed, const Tensor* offsets, const std::optional<Tensor>& bias,
                         int64_t format, int64_t output_features, const Tensor* used = nullptr);
 }  // namespace quantized_linear_op

@@ -1,7 +1,7 @@
 // Asks the system to read the weights of chosen experts from the files that they are mapped from, before they are used.
 //
 // Otherwise the kernel reads them page by page: each access to a missing page waits for the disk. The system then also
-// reads the pages around it (up to the disk's read_ahead_kb), most of which belong to experts that nobody has chosen.
+// reads the pages around it (up to the disk's read_ahead_kb), most of which are other experts' and not needed.
 // A request returns before its data are read, so the disk works on all of them while the first experts are computed.
 //
 // Advice changes no byte of memory, and errors of it mean that pages are read when they are used, so they are ignored.

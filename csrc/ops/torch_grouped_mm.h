@@ -6,7 +6,7 @@
 // trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
 // could be added; so unsorted rows and biases are refused, too. (A layer therefore leaves the biases of such products
 // to the operators after them: pymoe/nn/apply_experts.py.) So is compute capability 10.3, on which gradients of NaN are
-// reported and unexplained (pytorch/pytorch#193633), until somebody has measured this product there. With
+// reported and unexplained (pytorch/pytorch#193633), until this product has been measured there. With
 // PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
 #pragma once
 

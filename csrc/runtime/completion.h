@@ -27,7 +27,7 @@
 
 namespace pymoe::runtime {
 
-// The outcome of an operation that was dropped before it had started.
+// The error of an operation that was dropped before it had started.
 class Cancelled : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

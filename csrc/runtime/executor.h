@@ -12,7 +12,8 @@
 //            repeatedly. The destructor stops with kCancel.
 // Release    wait_released_until detaches a strand whose own request_stop was called, once its requests are done: an
 //            expert may leave while others continue. Before that, while nobody waits, reopen reverses the request.
-// Errors     attach throws StoppedError after a stop, and std::logic_error for a strand that belongs to an executor.
+// Errors     attach throws StoppedError after a stop, and std::logic_error for a strand that is already attached to an
+// executor.
 //            Waiting for the end on a worker, or inside a batch, throws std::logic_error.
 // Threads    All functions may be called from any thread.
 #pragma once

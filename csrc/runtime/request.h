@@ -1,4 +1,4 @@
-// Request: what a client submits to a TaskPool, and Slice: the part of one that a batch holds.
+// Request: what a client submits to a TaskPool, and Slice: the part of a request that a batch contains.
 #pragma once
 
 #include <chrono>
@@ -80,7 +80,7 @@ class BatchFunction {
   // slices.
   virtual void run(std::span<const Slice<Sync>> batch) = 0;
 
-  // True if a batch that threw `error` changed nothing, so that parts of it may run again.
+  // Returns true if a batch that threw `error` changed nothing, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
   // Calls end() once, which ends the finished requests of a batch and so wakes the threads that wait for them.

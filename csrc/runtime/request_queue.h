@@ -1,7 +1,7 @@
 // RequestQueue: requests of one kind in their order, and the rule by which they become batches.
 //
 // Order      smallest rank first: the arrival minus the request's head start; equal ranks in order of arrival.
-// Ready the time of the next batch: now with max_batch_size rows; not before min_batch_size rows, or the pool's
+// Ready      the time of the next batch: now with max_batch_size rows; not before min_batch_size rows, or the pool's
 //            timeout; in between as the linger decides (batching.h).
 // Batches    take requests from the front and keep them whole; a request that does not fit ends the batch. A request
 //            larger than max_batch_size is taken in slices, which fill batches to the last row.

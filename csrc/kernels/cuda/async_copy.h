@@ -1,7 +1,7 @@
 // Copies from global to shared memory that use no register: cp.async, which every GPU from sm_80 on has.
 //
 //   copy_async        begins to fill 16 bytes of shared memory: the first `bytes` of them (0 to 16) from global memory,
-//                     the others with zeroes. Both addresses are multiples of 16. No more than `bytes` are read; if
+//                     the rest with zeros. Both addresses are multiples of 16. No more than `bytes` are read; if
 //                     that is 0, the address may be anything.
 //   commit_copies     makes a group of the copies that the thread has begun since the last group; it may be empty.
 //   wait_for_copies   returns once all of the thread's groups have arrived except the kPending latest ones. Copies of

@@ -67,7 +67,7 @@ PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous
 //
 // Every lane keeps the maxima of kMaxima parts of its elements. The K-th greatest of these maxima is a lower bound: at
 // least K keys reach it, so no smaller key is among the best K. The remaining candidates, little more than K of a row
-// in random order, are gathered, and each counts how many come before it: this is its place.
+// in random order, are gathered, and each counts how many come before it: this count is its rank.
 template <typename S, int kLanes, int kMaxima, typename Row>
 PYMOE_DEVICE order_key_t<S> choose_by_rank(const Row& row, int choices, Candidate<S>* list, int capacity,
                                            Candidate<S>* chosen) {

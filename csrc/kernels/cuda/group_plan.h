@@ -2,8 +2,8 @@
 //
 // A plan is 2 (E + 1) numbers. The bounds are the offsets, made safe for memory: the first is 0, none is less than
 // the one before or more than S. Offsets that keep the contract are their own bounds. For any others, no row
-// outside of [0, S) is touched and no two experts share one. The tiles count the tiles of rows before each expert; the
-// rows past the last bound have separate tiles, like those of an expert E.
+// outside of [0, S) is touched, and no two experts share a row. The tiles count the tiles of rows before each expert;
+// the rows past the last bound have separate tiles, like those of an expert E.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct GroupPlan {
 
 inline GroupPlan group_plan(int32_t* workspace, int64_t experts) { return {workspace, workspace + experts + 1}; }
 
-// Returns an upper limit for the number of tiles of `rows` rows, whatever the offsets.
+// Returns an upper limit for the number of tiles of `rows` rows, for any offsets.
 inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) {
   return rows / tile_rows + experts + 1;
 }

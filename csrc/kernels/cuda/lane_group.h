@@ -87,7 +87,7 @@ class LaneSum {
 };
 
 // Sorts kLanes * kEach keys, greatest first: key number i ends in lane i / kEach, at i % kEach. It is a bitonic network
-// whose merges begin with a mirrored step, so that the lower place always keeps the greater key.
+// whose merges begin with a mirrored step, so that the lower position always keeps the greater key.
 template <int kLanes, int kEach, typename Key>
 PYMOE_DEVICE void sort_descending(Key (&keys)[kEach]) {
   const int lane = threadIdx.x % kLanes;

@@ -24,7 +24,7 @@
 
 namespace pymoe::cuda {
 
-// Many offsets share one base, so that addresses in shared memory are 32-bit sums.
+// Many offsets share one base, so addresses in shared memory are 32-bit sums.
 #define PYMOE_LOAD_MATRICES(name, modifier)                                                     \
   template <typename T>                                                                         \
   PYMOE_DEVICE void name(uint32_t(&to)[4], const T* tile, int offset) {                         \

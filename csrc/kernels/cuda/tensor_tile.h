@@ -1,6 +1,6 @@
 // A block's part of a matrix product on the tensor cores: c = a * b^T for kRows rows of a and 128 rows of b, which are
 // the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in its order, 16 depths per
-// instruction, for any size of the tile and place in c.
+// instruction, for any size of the tile and any position in c.
 //
 // A step brings 32 depths of both operands to one of three stages in shared memory by cp.async, two steps ahead of the
 // products: 32 KiB are in flight in a block of 128 rows. There is one barrier per step: it says that a stage has
@@ -29,8 +29,8 @@ template <int kTileRows>
 inline constexpr int kTensorBlocks = kTileRows == 128 ? 2 : 3;  // number of blocks that share a multiprocessor
 
 // One operand. Its lines are its rows if packs run along the depth, otherwise its depths; element i of a line is at
-// element_stride * i. An order gives the place of line i; -1, or any value of at least `count`, means that there is
-// none.
+// element_stride * i. An order gives the position of line i; -1, or any value of at least `count`, means that the
+// line does not exist.
 template <typename T>
 struct TensorOperand {
   const T* data;
@@ -66,7 +66,7 @@ struct TensorLayout {
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // Returns the number with which a pack's number is combined by exclusive or in a given line. So equal packs of eight
+  // Returns the number that is XORed with a pack's number in a given line. So equal packs of eight
   // lines are in different banks, as are eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
@@ -166,7 +166,7 @@ class TensorLoader {
     return (elements < 0 ? 0 : elements < kTensorPack ? elements : kTensorPack) * static_cast<int>(sizeof(T));
   }
 
-  // Returns the place of the operand's line number `line` of `lines`; -1 if there is none.
+  // Returns the position of the operand's line number `line` of `lines`; -1 if the line does not exist.
   PYMOE_DEVICE int64_t place_of(int line, int lines) const {
     if (line >= lines) return -1;
     if (operand_.order == nullptr) return line;

@@ -1,9 +1,9 @@
 // A block's part of a matrix product on the CUDA cores: c = a * b^T for 64 rows of a and 128 rows of b, which are the
 // columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in its
-// order, for any place of the tile in c.
+// order, for any position of the tile in c.
 //
 // A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
-// each operand in shared memory, so one barrier a step is enough. A thread holds 32 values of c in registers.
+// each operand in shared memory, so one barrier per step is enough. A thread holds 32 values of c in registers.
 #pragma once
 
 #include <cmath>

@@ -21,7 +21,7 @@ struct ByOrder {
   static constexpr bool kGiven = true;
   const int32_t* order;
   int64_t count;
-  // Returns the place of element i; -1 if there is none.
+  // Returns the position of element i; -1 if it has none.
   PYMOE_DEVICE int64_t operator()(int64_t i) const {
     const int64_t place = order[i];
     return place < count ? place : -1;
@@ -31,7 +31,7 @@ struct ByOrder {
 };
 
 // One operand: element (row, depth) is data[row * row_stride + depth * depth_stride]. The product sums over the depth.
-// `places` are the places of the rows, or of the depths if packs run along rows.
+// `places` gives the positions of the rows, or of the depths if packs run along rows.
 template <typename T, typename Places = InSequence>
 struct Operand {
   const T* data;
@@ -41,8 +41,8 @@ struct Operand {
   bool whole;       // true if a pack is one aligned access, and its elements exist all or none
   Places places;
 
-  // Makes the operand begin at its i-th row or depth, whichever `places` describes; `stride` is the distance between
-  // these.
+  // Makes the operand begin at its i-th row or depth, whichever `places` describes; `stride` is the distance
+  // between consecutive ones.
   PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
     data += places.moves(i) * stride;
     places = places.from(i);
@@ -52,9 +52,9 @@ struct Operand {
 // The direction in which blocks of the operand may start anywhere. In the other, they start at multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
-// Returns how to read the `rows` x `depth` matrix at `data`, and the matrices at multiples of `jump` elements from it;
-// the size in the direction of the cut may be anything. An order applies in the direction of the cut, and elements
-// along the other direction are then contiguous.
+// Returns the operand for the `rows` x `depth` matrix at `data`; it also serves matrices at multiples of `jump`
+// elements from there. Blocks may start anywhere along the cut, so the size along it does not affect alignment. If
+// `places` gives an order, it permutes that direction, and elements must be contiguous along the other.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
@@ -71,7 +71,7 @@ Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_s
           places};
 }
 
-// The place of element (row, depth) of a tile in shared memory: row * row_step + depth * depth_step.
+// The layout of a tile in shared memory: element (row, depth) is at index row * row_step + depth * depth_step.
 struct TileLayout {
   int row_step;
   int depth_step;
@@ -86,8 +86,8 @@ struct TileLoader {
   static_assert(kPacks * kThreads == kRows * 4);
 
   uint4 packs[kPacks];       // still packed: unpacking would wait for the loads
-  const T* from;             // the thread's first pack of the next tile; with an order, as if at place 0
-  int64_t pack_step;         // distance in memory between a thread's packs; with an order, between places
+  const T* from;             // the thread's first pack of the next tile; with an order, as if at position 0
+  int64_t pack_step;         // distance in memory between a thread's packs; with an order, between positions
   int64_t tile_step;         // distance to the next tile
   int64_t element_step;      // distance from element to element of a pack
   int row, depth;            // position of the thread's first pack in a tile
