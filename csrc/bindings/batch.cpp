@@ -150,7 +150,7 @@ class EmptyContext {
   const py::object context_;
 };
 
-// Restarts the recursion count: during the object's lifetime the thread's present calls do not count towards the
+// Restarts the recursion count: during the object's lifetime the thread's current calls do not count towards the
 // recursion limit, so that a client that waits near its limit can run other clients' requests as a worker would. The
 // limit may change meanwhile.
 class WholeStack {

@@ -112,7 +112,7 @@ class GilObject {
 
   PyObject* get() const { return pointer_; }
   py::object share() const { return borrow(pointer_); }
-  // Hands over the reference; needs no GIL.
+  // Hands over the reference; does not need the GIL.
   PyObject* release() { return std::exchange(pointer_, nullptr); }
   py::object take() { return py::reinterpret_steal<py::object>(release()); }
 
@@ -120,8 +120,8 @@ class GilObject {
   PyObject* pointer_ = nullptr;
 };
 
-// Gives up a reference to `object`, which is dropped soon, under the GIL. It is for places where the GIL must not be
-// taken: it may be called on any thread, with or without the GIL, under any lock.
+// Gives up a reference to `object`, which is dropped soon, under the GIL. Use it where the GIL must not be taken: it
+// may be called on any thread, with or without the GIL, under any lock.
 void drop_later(PyObject* object) noexcept;
 // Drops the references that were given up so far. Call it under the GIL and without locks; cheap if there are none.
 void drop_deferred();

@@ -91,7 +91,7 @@ std::shared_ptr<const Signature> Signatures::find(const dlpack::Tensor* tensors,
   return last_;
 }
 
-// Forgets the signatures that no request has, because ragged requests come in any number of shapes. Signatures of
+// Forgets the signatures that no request uses, because ragged requests come in any number of shapes. Signatures of
 // queued requests are kept: a forgotten one would become a new kind, whose requests cannot share a batch with them.
 void Signatures::forget_unused() {
   std::erase_if(known_, [](const auto& entry) { return entry.second.use_count() == 1; });

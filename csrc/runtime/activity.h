@@ -1,7 +1,7 @@
 // ThreadActivity: tells whether another thread is active or waits.
 //
-// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change by a
-// nanosecond, and it is not ready to run. A thread that is ready but gets no processor on a busy machine does not wait.
+// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change at
+// all, and it is not ready to run. A thread that is ready but gets no processor on a busy machine does not wait.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Assigns rows to the threads of a block: one group of threads per row, and every thread takes packs `lane`, `lane +
-// group`, ... of it.
+// Assigns rows to the threads of a block: one group of threads per row, and every thread of the group takes packs
+// `lane`, `lane + group`, ... of it.
 #pragma once
 
 #include <cstdint>
