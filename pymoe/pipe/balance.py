@@ -1,8 +1,8 @@
-"""Chooses how many layers each stage of a pipeline has: by measured time, or by memory.
+"""Chooses how many layers each stage of a pipeline gets, to balance measured time or memory.
 
 ::
 
-    balance = balance_by_time(2, model, sample)     # of a micro-batch's size
+    balance = balance_by_time(2, model, sample)     # a sample as large as a micro-batch
     pipe = Pipe(model, chunks=8, balance=balance)
 
 A copy of the model runs layer by layer to measure what each layer costs, and leaves no trace in the model itself. Names
@@ -54,7 +54,7 @@ def balance_by_time(
     Args:
         partitions: the number of stages.
         module: the model, which stays unchanged.
-        sample: an input, preferably of a micro-batch's size: times need not be proportional to the rows.
+        sample: an input, preferably as large as a micro-batch, because times need not be proportional to the rows.
         timeout: seconds to measure.
         device: where to measure; None: on the model's device.
 
@@ -124,7 +124,7 @@ def _check(partitions: int, module: nn.Sequential) -> None:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds that a layer took: medians over several passes."""
+    """The times of one layer in seconds: medians over several passes."""
 
     name: str
     forward: float
@@ -144,7 +144,7 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Bytes that a layer holds. Memory that several layers share is counted for the first of them."""
+    """The memory of one layer in bytes. Memory that several layers share is counted for the first of them."""
 
     name: str
     parameters: int
@@ -152,7 +152,7 @@ class LayerSize:
     fixed: int
     """Bytes of buffers, and of parameters that do not require gradients."""
     activations: int
-    """Bytes that autograd keeps of one micro-batch between forward and backward."""
+    """Bytes that autograd saves for the backward of one micro-batch."""
 
     def total(self, param_scale: float = 1.0) -> float:
         """Return the sum of all bytes, with ``parameters`` multiplied by ``param_scale``."""
@@ -162,7 +162,7 @@ class LayerSize:
 def profile_times(
     module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: torch.device | str | int | None = None
 ) -> list[LayerTime]:
-    """Time the layers of a model: run a copy layer by layer, forward and backward, again and again.
+    """Return the times of a model's layers: run a copy layer by layer, forward and backward, repeatedly.
 
     The model, its gradients and torch's random generators are left as they were; hooks of modules run with the copy.
     Layers are timed in their present mode, training or not. The first pass is not counted; then passes are repeated, at
@@ -177,7 +177,7 @@ def profile_times(
     Raises:
         TypeError: the model is not an ``nn.Sequential``.
         ValueError: ``timeout`` is negative.
-        BaseException: what a layer raised, with a note that names it.
+        BaseException: the exception that a layer raised, with a note that names the layer.
     """
     if timeout < 0:
         raise ValueError(f"profile_times: timeout must not be negative, got {timeout}")
@@ -200,7 +200,7 @@ def profile_times(
 def profile_sizes(
     module: nn.Sequential, input: Any, *, chunks: int = 1, device: torch.device | str | int | None = None
 ) -> list[LayerSize]:
-    """Run a copy of a model forward once, for the first of ``chunks`` micro-batches, and count what each layer holds.
+    """Run the forward of a copy of a model on the first of ``chunks`` micro-batches; return the memory of each layer.
 
     Activations are the tensors that autograd saves for the backward pass. Whole storages are counted, so a view counts
     as its base. Tensors that layers keep by other means are not counted. Works on every device; the model and torch's
@@ -215,7 +215,7 @@ def profile_sizes(
     Raises:
         TypeError: the model is not an ``nn.Sequential``.
         ValueError: ``chunks`` is not a positive integer.
-        BaseException: what a layer raised, with a note that names it.
+        BaseException: the exception that a layer raised, with a note that names the layer.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"profile_sizes: chunks must be a positive integer, got {chunks!r}")
@@ -244,7 +244,7 @@ class _Storages:
         self._seen: dict[int, Any] = {}  # kept alive, so that no other storage gets the same address
 
     def add(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Count the tensors' storages. Return the number of bytes that had not been counted before."""
+        """Count the storages of the tensors. Return the number of bytes that had not been counted before."""
         before = self.bytes
         for tensor in tensors:
             for part in _dense(tensor):
@@ -263,7 +263,7 @@ class _Storages:
 def _pass(
     layers: list[tuple[str, nn.Module]], value: Any, device: torch.device, skips: _KeptSkips
 ) -> list[tuple[float, float]]:
-    """Run all layers once. Return the seconds of forward and backward of each."""
+    """Run all layers once. Return the forward and backward times of each layer, in seconds."""
     times = []
     for name, layer in layers:
         skips.stashed.clear()
@@ -295,7 +295,7 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def now(*devices: torch.device) -> float:
-    """Wait until the devices have finished their work. Return the time in seconds."""
+    """Wait until the devices have finished their work. Return ``time.perf_counter()``."""
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
@@ -318,7 +318,7 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _KeptSkips:
-    """Keeps every stashed skip, which may be popped repeatedly; ``hand_over`` returns the value that the layer pops."""
+    """Keeps every stashed skip, so that it can be popped repeatedly; the popped value is ``hand_over(value)``."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
@@ -337,9 +337,9 @@ class _KeptSkips:
 def _copied(
     module: nn.Sequential, value: Any, device: torch.device | str | int | None, skips: _KeptSkips
 ) -> Iterator[tuple[list[tuple[str, nn.Module]], Any, torch.device]]:
-    """Copy the model's named layers and its input to a device; yield both and the device.
+    """Copy a model and its input to a device; yield the named layers of the copy, the input and the device.
 
-    Within the block gradients are on, skips go through ``skips``, and random generators are copies.
+    Within the block, gradients are enabled and ``skips`` keeps the skips; afterwards random generators are restored.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"balance: module must be an nn.Sequential, got {type(module).__name__}")
@@ -361,7 +361,7 @@ def _copied(
 
 
 def _separate(value: Any) -> Any:
-    """Return copies of the tensors whose autograd graph begins here. A layer may write into the copies."""
+    """Return ``value`` with copies of its tensors, which have no earlier history and may be written in place."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 
@@ -373,11 +373,11 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-# The best way to cut a list of costs.
+# Cutting a list of costs.
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
-    """Cut a list of costs into consecutive blocks, so that the greatest sum of a block is minimal.
+    """Cut a list of costs into consecutive blocks, so that the greatest block sum is minimal.
 
     The slowest stage sets the pace of a pipeline, so this sum is minimised exactly. Among several solutions the one
     with the least sum of squared sums is taken (the most even one), and among several of these the one with the most
@@ -417,7 +417,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def least_maximum(costs: Sequence[float], partitions: int) -> float:
-    """Return the greatest sum of a block in the best way to cut ``costs``, as :func:`balance_cost` does."""
+    """Return the greatest block sum after ``costs`` are cut by :func:`balance_cost`."""
     check_partitions(partitions, len(costs))
     sums, unit = _exact_sums(costs)
     return _least_maximum(sums, partitions) / unit
@@ -432,14 +432,14 @@ def check_partitions(partitions: int, layers: int) -> None:
 
 
 def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
-    """Return the sums of the first 0, 1, ... costs as integers, multiplied by a common factor, and this factor."""
+    """Return the prefix sums of the costs, scaled to integers by a common factor, and this factor."""
     ratios = [(cost if isinstance(cost, (int, float)) else float(cost)).as_integer_ratio() for cost in costs]
     unit = math.lcm(*[denominator for _, denominator in ratios])
     return [0, *accumulate(numerator * (unit // denominator) for numerator, denominator in ratios)], unit
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """Return the least limit up to which ``partitions`` blocks can be filled to hold all costs (by bisection)."""
+    """Return, by bisection, the least limit on block sums with which ``partitions`` blocks can contain all costs."""
     low, high = 0, sums[-1]
     while low < high:
         limit, end = (low + high) // 2, 0

@@ -1,13 +1,13 @@
-"""Saves checkpoints of pipes from stages on any number of processes, and loads them into the model or another split.
+"""Saves checkpoints of pipes that run on any number of processes; loads them into the model or any other split.
 
 Keys are the model's own, so the checkpoint of a pipe is a checkpoint of the model. With
 ``torch.distributed.checkpoint``::
 
     save(pipe, folder, stages=[rank], optimizer=optimizer)                      # in every process
-    load(other_pipe, folder, stages=[0, 1], optimizer=other_optimizer)          # on more or fewer
+    load(other_pipe, folder, stages=[0, 1], optimizer=other_optimizer)          # in more or fewer processes
     torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id=folder)      # the model itself
 
-As safetensors (needs the package ``safetensors``), in files that others can read, too::
+As safetensors (needs the package ``safetensors``), in files that other libraries can read, too::
 
     save_safetensors(pipe, folder, stages=[rank])
     load_safetensors(model, folder)
@@ -33,7 +33,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
     """Return the stages' part of the model's ``state_dict``, under the model's names.
 
     It contains everything that their modules save: parameters, buffers, extra state, and what ``_save_to_state_dict``
-    or state-dict hooks put in their place (packed weights, clones). An entry that belongs to no stage, such as a
+    or state-dict hooks substitute for them (packed weights, clones). An entry that belongs to no stage, such as a
     parameter that the forward never uses, is in every stage's part.
 
     In a process that runs only some of the stages, the other stages keep their initial values, so ``pipe.state_dict()``
@@ -41,7 +41,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
-        stages: their numbers; None: all.
+        stages: the indices of the stages; None: all.
 
     Raises:
         ValueError: only some stages are asked for, and the model makes a tensor whose stages cannot be determined.
@@ -70,7 +70,7 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether an entry of the ``state_dict`` is of the stages. ``value``: the entry; None: missing."""
+        """Return whether an entry of the ``state_dict`` belongs to the stages. ``value``: the entry; None: missing."""
         if id(value) in self._known:
             about = {id(value)}
         elif name in self._tensors:  # a state-dict hook of the model has saved a copy
@@ -102,10 +102,10 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save stages and their optimizer with ``torch.distributed.checkpoint``. Every process of the group calls it.
+    """Save stages and their optimizer with ``torch.distributed.checkpoint``. Every process of the group must call this.
 
-    Copies of a shared parameter in several processes are written by one of them. A parameter with several names in the
-    model's ``state_dict`` can be loaded under each.
+    If several processes have copies of a shared parameter, one of them writes it. A parameter with several names in
+    the model's ``state_dict`` can be loaded under each name.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
@@ -129,7 +129,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load stages and their optimizer from what :func:`save` wrote, with any split. Every process calls it.
+    """Load stages and their optimizer from files of :func:`save`, with any split. Every process must call this.
 
     Args:
         pipe: a :class:`pymoe.Pipe` of the same model.
@@ -169,7 +169,7 @@ def _state(pipe: Any, stages: Iterable[int] | None, optimizer: torch.optim.Optim
 
 
 def _planner(pipe: Any) -> Any:
-    """Return a planner that refuses files with keys that the model does not load."""
+    """Return a planner that raises ValueError if the files contain keys that the model does not have."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):
@@ -185,7 +185,7 @@ def _planner(pipe: Any) -> Any:
 
 
 def _by_name() -> Any:
-    """Return options that key optimizer states by parameter names: a split changes the parameters' numbers."""
+    """Return options that key optimizer states by parameter names, because parameter indices depend on the split."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
@@ -195,8 +195,8 @@ def save_safetensors(
     pipe: Any, folder: str | Path, *, stages: Iterable[int] | None = None, group: dist.ProcessGroup | None = None
 ) -> None:
     """Export stages as safetensors: one file per process, and an index that says which tensor is in which file (the
-    layout of sharded models on the Hugging Face hub). Every process of the group calls it, and a tensor is written
-    once, under one name.
+    layout of sharded models on the Hugging Face hub). Every process of the group must call this. Each tensor is
+    written once, under one name.
 
     Args:
         pipe: a :class:`pymoe.Pipe`.
@@ -242,10 +242,10 @@ def save_safetensors(
 
 
 def load_safetensors(module: nn.Module, source: str | Path) -> None:
-    """Load a model, or a pipe of it with any split, from safetensors.
+    """Load the state of a model, or of a pipe with any split, from safetensors.
 
     Args:
-        module: receives the values; it keeps its devices and dtypes.
+        module: the model or pipe; its devices and dtypes stay the same.
         source: a folder that :func:`save_safetensors` has written, or one file.
 
     Raises:
@@ -260,7 +260,7 @@ def load_safetensors(module: nn.Module, source: str | Path) -> None:
     found: dict[str, Any] = {}
     for file in files:
         found.update(safetensors.load_file(file))
-    # A tensor with several names was written under one of them.
+    # A tensor with several names was written under only one of them.
     state = module.state_dict(keep_vars=True)
     written = {id(value): found[name] for name, value in reversed(state.items()) if name in found}
     found.update({name: written[id(value)] for name, value in state.items() if id(value) in written})

@@ -1,8 +1,8 @@
-"""The loss of a step: the stage that computes it, its weight for each micro-batch, and losses inside of models.
+"""The loss of a step: the stage that computes it, the weights of micro-batches, and losses inside models.
 
 The loss is an additional last stage, which runs right after the last stage of the model. It is never recomputed: a loss
-function is called once for each micro-batch, in order, and may have state. The modules of the loss function are treated
-as layers of that stage.
+function is called once for each micro-batch, in order, and may have state. The modules of the loss function count as
+layers of that stage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Objective(NamedTuple):
 
 
 def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
-    """Return the pipeline with one more stage: it computes the loss and, if it ``is_read``, the reading of its graph.
+    """Return the pipeline with one more stage, which computes the loss and, if ``is_read``, the reading of its graph.
 
     ``uncounted``: micro-batches for which the loss function is not called, and whose loss is 0.
     """
@@ -89,7 +89,7 @@ def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int
 
 
 def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
-    """Return the pipeline with one more output, the ``LossReading`` of its output ``own``, a loss."""
+    """Return the pipeline with one more output: the ``LossReading`` of output number ``own``, which is a loss."""
     maker, number = pipeline.outputs[own]
     stage = pipeline.stages[maker]
 
@@ -123,7 +123,7 @@ def _checked(loss: Any, loss_fn: LossFunction | None) -> torch.Tensor:
 
 
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
-    """Return whether keeping the function keeps no tensors of a step alive, as a closure over targets would."""
+    """Return whether a reference to the function keeps no tensors of a step alive, as a closure over targets would."""
     if isinstance(loss_fn, FunctionType):
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])
@@ -134,7 +134,7 @@ def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
 
 Reduction = Literal["mean", "sum"] | Callable[..., Any]
 PADDING = -100
-"""The target that torch's losses, and most others, ignore by default."""
+"""The target index that torch's losses, and most others, ignore by default."""
 
 
 STEP = Words(
@@ -150,7 +150,7 @@ CALL = Words(
     "call step(reduction='sum')",
 )
 _OVER_TARGETS = {"CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss"}
-"""Modules of torch that divide by the sum of the targets' weights; older versions of torch lack the last one."""
+"""Torch's modules that divide the loss by the sum of the targets' weights; older versions lack the last one."""
 
 
 class LossWeights(NamedTuple):
@@ -159,9 +159,9 @@ class LossWeights(NamedTuple):
     shares: Sequence[float]
     """The factor of every micro-batch's loss in the loss of the mini-batch."""
     uncounted: frozenset[int] = frozenset()
-    """Micro-batches of weight 0, such as those that hold only padding; their losses may be NaN."""
+    """Micro-batches of weight 0, such as those that contain only padding; their losses could be NaN."""
     are_rows: bool = False
-    """True if the losses are only assumed to be means over rows."""
+    """True if it is assumed, and must be checked, that the losses are means over rows."""
 
 
 def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
@@ -191,7 +191,7 @@ def weigh(
     loss_fn: Callable[..., Any] | None,
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> LossWeights:
-    """Return the weights of the micro-batches' losses. The divisor of torch's own losses is known.
+    """Return the weights of the micro-batches' losses. The divisors of torch's own losses are known.
 
     ``reduction``: "mean", "sum", or a function that returns the number by which a micro-batch's loss is divided;
     ``arguments``: its arguments, for every micro-batch. Raises TypeError if it does not return numbers, ValueError for
@@ -232,7 +232,7 @@ def _number(weight: Any) -> float:
 
 
 def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
-    """Return the options of one of torch's loss functions; None: it is another function.
+    """Return the options of a loss function of torch, or None for any other function.
 
     For functions of ``torch.nn.functional`` these are the options given by ``functools.partial``, for modules of
     ``torch.nn`` all options.
@@ -248,7 +248,7 @@ def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
 
 
 def _function(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function or module that is called, and the keywords that ``functools.partial`` gives it."""
+    """Unwrap ``functools.partial``. Return the function or module inside, and the keyword arguments it is given."""
     given: dict[str, Any] = {}
     while isinstance(loss_fn, partial) and not loss_fn.args:
         given = {**loss_fn.keywords, **given}
@@ -288,17 +288,17 @@ def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any
 # The modules of a loss function.
 
 MAX_ITEMS = 256
-"""Modules are searched for in containers with at most this many items."""
+"""Containers with more items than this are not searched for modules."""
 
 
 def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the modules that a function holds or names, each one once.
+    """Return the modules that a loss function uses, each once.
 
-    A module that contains some of the ``layers`` of a model, such as the model itself, is not returned as a whole: only
-    those of its parts are returned that the code names.
+    A module that contains some of the model's ``layers``, such as the model itself, is not returned as a whole; only
+    those parts are returned that the function's code names.
 
-    Modules are found in modules, methods, partial functions, closures, defaults, globals, attributes of objects, and in
-    functions that these call, if the code names them. Modules that code looks up by other means are not found.
+    Modules are found in methods, partial functions, closures, defaults, globals and attributes of objects, and in the
+    functions called there, if the code names them. Modules that code looks up by other means are not found.
     """
     of_model = {id(part) for layer in layers for part in layer.modules()}
     found: dict[int, nn.Module] = {}
@@ -318,7 +318,7 @@ def modules_of(loss_fn: Callable[..., Any] | None, layers: Iterable[nn.Module]) 
 
 
 def _held(value: Any, names: frozenset[str]) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Yield the parts of ``value``, each with the attributes that are named by the code that uses the part."""
+    """Yield the parts of ``value``, each with the names that occur in the code that uses the part."""
     if isinstance(value, partial):
         yield from ((one, names) for one in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -353,7 +353,7 @@ def _names(code: CodeType | None) -> Iterator[str]:
                 yield from _names(constant)
 
 
-# Losses inside of a model.
+# Losses inside a model.
 
 
 class LossWrapper(nn.Module):
@@ -365,7 +365,7 @@ class LossWrapper(nn.Module):
     """
 
     loss_spec: Any = None
-    """The place of the loss in the output: the default of ``output_loss_value_spec`` of :func:`pymoe.pipeline`."""
+    """Where the loss is in the output: the default of :func:`pymoe.pipeline`'s ``output_loss_value_spec``."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -376,8 +376,8 @@ class LossWrapper(nn.Module):
         """Return the loss.
 
         Args:
-            args: what the model takes, and the targets.
-            kwargs: the same by name.
+            args: the model's arguments and the targets.
+            kwargs: the same, as keyword arguments.
 
         Raises:
             NotImplementedError: the subclass does not define ``forward``.
@@ -389,7 +389,7 @@ class LossWrapper(nn.Module):
 
 
 class TrivialLossWrapper(LossWrapper):
-    """Compute ``loss_fn(module(x), targets)``."""
+    """Returns ``loss_fn(module(x), targets)``."""
 
     loss_spec = True
 
@@ -407,9 +407,9 @@ class TrivialLossWrapper(LossWrapper):
 def find_loss(spec: Any, structure: pytree.TreeSpec) -> int:
     """Return the index of the loss among the leaves of a model's output, given the output's structure.
 
-    ``spec`` has the output's structure, with True where the loss is and False or None elsewhere: True for the output
-    itself, ``(False, True)`` for the second of two, ``{"loss": True}`` for an item (or attribute) of that name; keys
-    that a dictionary omits are not the loss.
+    ``spec`` has the output's structure, with True where the loss is and False or None elsewhere: True if the output
+    itself is the loss, ``(False, True)`` for the second of two values, ``{"loss": True}`` for the item or attribute
+    ``loss``. Keys may be omitted.
 
     Raises:
         TypeError: ``spec`` contains something else.

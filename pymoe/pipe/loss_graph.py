@@ -1,12 +1,12 @@
 """Reads from the graph of a loss whether it is a mean over the rows of its micro-batch.
 
 The last steps of a loss compute scalars, and their autograd nodes save their divisors: a mean its number of elements, a
-cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over rows these
-divisors are constants, or proportional to the number of rows. A graph is read from the loss backwards, as long as
+cross entropy the weight of the targets that are not padding, a quotient its denominator. In a mean over rows, each of
+these divisors is constant or proportional to the number of rows. The graph is read backwards from the loss, as long as
 values are scalars.
 
-A saved value is an attribute ``_saved_NAME`` of its node, NAME being an argument of the operator; :func:`_nodes_tell`
-tests that.
+A node has a saved value as its attribute ``_saved_NAME``, where NAME is the operator's argument; :func:`_nodes_tell`
+tests this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_NODES = 1000
 MAX_FOLLOWED_NODES = 10_000
 """Largest number of nodes whose rows are followed."""
 MAX_PARAMETER_NODES = 100
-"""Largest number of nodes that are read to find that a number depends only on parameters."""
+"""Largest number of nodes that are read to find out whether a value depends only on parameters."""
 _OF_TWO = {"Add", "Sub", "Rsub", "Mul", "Div"}
 _ELEMENTS = "Abs Clamp Exp Log Log1P LogSigmoidForward Neg Pow Reciprocal Relu Rsqrt Sigmoid Softmax Softplus Sqrt Tanh"
 _OF_PLACES = "Alias Clone Expand Permute Select Squeeze T Transpose Unsqueeze View ReshapeAlias Cat Split Stack Unbind"
@@ -54,7 +54,7 @@ _FUSED = "linear_cross_entropy"
 
 
 class Words(NamedTuple):
-    """Parts of error messages for callers of a step."""
+    """The parts of error messages that depend on how the loss was given."""
 
     who: str
     remedy: str
@@ -63,14 +63,14 @@ class Words(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A number by which a part of a loss is divided. The exponent is -1 for a number that multiplies."""
+    """A number that divides a part of a loss or, if the exponent is -1, multiplies it."""
 
     value: float | torch.Tensor
     exponent: int = 1
     counts_rows: bool = False
     """True if, in a mean over rows, the number must be proportional to the number of rows and not constant."""
     is_quotient: bool = False
-    """True if the loss's own code divides by it, as when it divides a sum by the number of rows."""
+    """True if the loss divides by it explicitly (``/``), such as a sum by the number of rows."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class LossReading:
     """The facts that were read from the autograd graph of one micro-batch's loss."""
 
     divisors: list[tuple[Divisor, ...]] = field(default_factory=list)
-    """The divisors of every part of the loss, which is the sum of its parts."""
+    """The divisors of each part of the loss; the loss is the sum of its parts."""
     sums: list[str] = field(default_factory=list)
     """Nodes of torch's losses that sum over their input, if nothing divides the sum."""
     own_sums: list[str] = field(default_factory=list)
@@ -95,11 +95,11 @@ class LossReading:
     is_opaque: bool = False
     """True if the graph has nodes that can hide any computation, such as those of Python and of compiled code."""
     is_weighted: bool = False
-    """True if one of these nodes may divide by class weights."""
+    """True if the graph has a fused cross entropy, which may divide by class weights that cannot be read."""
 
 
 def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossReading | None:
-    """Return the reading of the graph of a loss, a tensor with one element; None: the loss has no graph.
+    """Return the reading of the graph of a loss (a tensor with one element), or None if the loss has no graph.
 
     ``ends``: nodes of the model's outputs; values that do not depend on them are constants. None: everything depends on
     the model.
@@ -165,7 +165,7 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
 
 
 def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
-    """Return whether a value depends on no output of the model or, if these are unknown, only on parameters."""
+    """Return whether a value is independent of the model's outputs or, if these are unknown, uses only parameters."""
     return labels[node].kind is ValueKind.CONSTANT if node in labels else not labels and _is_of_parameters(node)
 
 
@@ -190,7 +190,7 @@ def _is_of_parameters(node: Node) -> bool:
 
 
 def _is_mean_of_one(root: Node, ends: Collection[Node | None]) -> bool:
-    """Return whether the root is one of torch's losses, a mean over one output of the model: the usual case."""
+    """Return whether the root is a loss of torch that averages over a single model output (the usual case)."""
     children = [child for child, _ in root.next_functions if child is not None]
     return len(children) == 1 and children[0] in ends and getattr(root, "_saved_reduction", None) == MEAN
 
@@ -219,7 +219,7 @@ def _constant(value: Any) -> float | torch.Tensor:
 
 
 def has_no_value(value: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape, but no numbers."""
+    """Return whether a tensor has a shape but no data."""
     return value.is_meta or isinstance(value, FakeTensor)
 
 
@@ -237,7 +237,7 @@ def _saved(node: Node, name: str) -> Any:
 
 @canaries.canary
 def _nodes_tell() -> canaries.Exercises:
-    """Test that nodes of losses save their values under the names of their operators' arguments."""
+    """Test that autograd nodes save values under the names of their operators' arguments."""
     scores = torch.zeros(4, 2, requires_grad=True, device="cpu", dtype=torch.float64)
     target = torch.tensor([0, 1, 1, -100], device="cpu")
     losses = {
@@ -263,7 +263,7 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the distinct divisors of the parts of a loss, in ascending order; those of one part multiplied."""
+    """Return the distinct products of the divisors of each part of a loss, in ascending order."""
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
@@ -279,7 +279,7 @@ def _numbers(reading: LossReading) -> list[_Number]:
 
 
 def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], words: Words) -> None:
-    """Raise ValueError unless the losses of micro-batches with these numbers of rows can be means over rows."""
+    """Raise ValueError if the readings show that a loss is not a mean over rows. ``rows``: rows per micro-batch."""
     for reading, count in zip(readings, rows, strict=True):
         are_rows = all([_has_rows(shape, count) for shape in reading.shapes])
         sums = [(name, " with reduction='sum'") for name in reading.sums]
@@ -313,7 +313,7 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
 
 
 def _has_rows(shape: tuple[int, ...], count: int) -> bool:
-    """Return whether dimension 0 of an output has the rows of its micro-batch, or a multiple of them."""
+    """Return whether dimension 0 can be the rows: ``count``, or a multiple of it if no other size is ``count``."""
     return shape[:1] == (count,) or (count > 1 and bool(shape) and shape[0] % count == 0 and count not in shape[1:])
 
 

@@ -1,7 +1,7 @@
 """Follows the rows of a micro-batch through the graph of its loss, and finds where rows are combined.
 
-A mean over rows is linear in a sum over rows of terms that each depend on one row. So only linear steps may follow the
-sum over rows, and no step before it may combine several rows. Every node of the graph gets a label: a constant, rows
+A mean over rows is linear in a sum of terms that each depend on one row. So only linear steps may follow the sum, and
+no step before it may combine several rows. Every node of the graph gets a label: a constant, rows
 along a dimension, a total over rows, or unknown. Steps on unknown values are not judged: an operator that is not listed
 here can hide a mistake, but no valid mean is refused.
 
@@ -25,7 +25,7 @@ Edge = tuple[Node | None, int]
 """A node and the index of one of its results."""
 LEAF = "torch::autograd::AccumulateGrad"
 NONE, MEAN, SUM = 0, 1, 2
-"""Values of ``reduction`` that torch's losses save."""
+"""Values of ``_saved_reduction`` in the autograd nodes of torch's losses."""
 ADDITIVE = {"Add", "Sub", "Rsub", "Where", "Lerp"}
 LINEAR = {
     *ADDITIVE,
@@ -41,7 +41,7 @@ _MOVES = {
     *("MaskedFill", "Tril", "Triu", "Cumsum", "Trace", "Scatter", "ScatterAdd", "IndexAdd", "IndexFill", "Unfold"),
     *("DiagEmbed", "UnsafeSplit"),
 }
-"""Linear operators that keep or move elements, or add them up."""
+"""Linear operators that keep, move or add elements."""
 _CONTRACTIONS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Baddbmm", "Addmv", "Addbmm"}
 PROPORTIONAL = LINEAR | _MOVES | _CONTRACTIONS
 _OVER_A_DIMENSION = {
@@ -53,7 +53,7 @@ _OVER_A_DIMENSION = {
 
 
 class ValueKind(Enum):
-    """Says how a value depends on the rows of a micro-batch."""
+    """The ways in which a value can depend on the rows of a micro-batch."""
 
     CONSTANT = "it depends on no output of the model"
     ROWS = "each of its elements depends on one row"
@@ -66,11 +66,11 @@ class Label(NamedTuple):
 
     kind: ValueKind
     dim: int | None = None
-    """The dimension with the rows, counted from the end; None: the whole value belongs to one row."""
+    """The dimension of the rows, counted from the end; None: the whole value depends on a single row."""
     part: Any = None
     """Identifies a selection of rows and their order; None: all rows in their own order."""
     is_sum: bool = False
-    """True for a TOTAL that was summed and never divided."""
+    """True for a TOTAL that is a sum and was never divided."""
 
 
 CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
@@ -87,11 +87,11 @@ class Rows:
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """Steps that no mean over rows has, whichever dimension has the rows; phrases that follow "the loss" in
+    """Steps that no mean over rows contains, whichever dimension the rows are, as phrases that follow "the loss" in
     messages.
     """
     of_rows: list[str] = field(default_factory=list)
-    """Steps that no mean over rows has, if dimension 0 of the shapes has the rows."""
+    """Steps that no mean over rows contains if the rows are dimension 0 of :attr:`shapes`; phrases, too."""
     taken: dict[Edge, tuple[int, set[int]]] = field(default_factory=dict)
     """For each value from which rows were taken by position: its number of rows, and these positions."""
     used: set[Edge] = field(default_factory=set)
@@ -99,8 +99,9 @@ class Rows:
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
-    """Return the findings about rows in the graph of a loss, from its node ``root`` to ``ends``, those of the model's
-    outputs; None if the graph has more than ``most`` nodes.
+    """Return the findings about rows in the graph of a loss, or None if the graph has more than ``most`` nodes.
+
+    ``root``: the node of the loss. ``ends``: the nodes of the model's outputs, where the reading stops.
     """
     rows = Rows(ends)
     todo = [] if root in ends else [root]
@@ -129,7 +130,7 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
 
 
 def kind_of(node: Node) -> str | None:
-    """Return the name of torch's operator that made a node; None: the node is not torch's own."""
+    """Return the name of the operator of torch that made a node, or None if the node is not torch's own."""
     return _kind(node.name())
 
 
@@ -150,7 +151,7 @@ class _Operand(NamedTuple):
 
     @property
     def front(self) -> int:
-        """Return the dimension of rows, counted from the front."""
+        """Return the dimension of the rows as a non-negative index."""
         assert self.label.dim is not None
         return self.label.dim + len(self.shape)
 
@@ -175,7 +176,7 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
 
 
 def _sources(node: Node) -> Iterator[Edge]:
-    """Yield the values that a step uses; for rows that were taken one by one, the values from which they came."""
+    """Yield the values that a step uses and, for each result of ``unbind``, also the value that was unbound."""
     for source, number in node.next_functions:
         if source is not None:
             yield source, number
@@ -201,7 +202,7 @@ def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: R
 
 
 def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | None:
-    """Return the positions of the rows that a step takes; None: it uses all rows, or the positions are not known."""
+    """Return the positions of the rows that a step takes, or None if it uses all rows or the positions are unknown."""
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
     count = given.shape[given.front]
@@ -275,7 +276,7 @@ def _mixes(kind: str) -> str:
 
 
 def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows) -> Label:
-    """Return the label of a step whose operand is a total over rows."""
+    """Return the label of a step with a total over rows among its operands."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
         factors = [one for one in operands[-2:] if one is not _CONSTANT]  # plain numbers are not operands
@@ -418,12 +419,12 @@ def _saved(node: Node, name: str) -> Any:
 
 
 def _signed(number: int) -> int:
-    """Convert an unsigned 64-bit number of a node to the signed number that was meant."""
+    """Reinterpret an unsigned 64-bit integer as signed: nodes return negative integers as unsigned ones."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label after a reduction of dimensions other than the rows, with or without ``keepdim``."""
+    """Return the label after a reduction over dimensions other than the rows, with or without ``keepdim``."""
     if len(shape) == len(given.shape):
         return given.label
     before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
@@ -442,7 +443,7 @@ def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int])
 
 
 def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label of some of the elements along a dimension."""
+    """Return the label of a step that takes some of the elements along a dimension."""
     label, row = given.label, given.front
     along, places = _saved(node, "dim") % len(given.shape), _places(node, kind, given)
     if kind in ("Select", "Unbind"):

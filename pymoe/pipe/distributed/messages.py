@@ -1,13 +1,13 @@
-"""Messages between ranks, sent by ``isend`` and ``irecv`` of a process group: a key, a description, and tensors as they
-lie in memory.
+"""Messages between ranks, sent by ``isend`` and ``irecv`` of a process group: a key, a description, and
+the memory of tensors.
 
-The description has everything except the tensors' contents: structure, shapes, strides, which tensors require
+The description contains everything except the data of the tensors: structure, shapes, strides, which tensors require
 gradients, and leaves that are not tensors. Most messages have the same description as an earlier one, so a description
 is only sent when it is new.
 
 Messages from one rank to another arrive in the order in which they were sent, and an inbox keeps messages that arrive
-before the one that is waited for. So no rank has to know in which order another works, and nothing depends on tags,
-which NCCL does not have.
+before the one that is waited for. So no rank depends on the order in which another works, or on tags, which NCCL
+does not have.
 
 Sending never blocks: the sender continues, and :meth:`Transport.flush` waits at the end of a step. Memory that was sent
 is released as soon as it has arrived. Over gloo, threads wait for messages in both directions while the rank computes.
@@ -34,7 +34,7 @@ from pymoe.pipe.execution.graph import BoundaryTensor, GradAccumulator, StageVal
 
 
 class Subject(IntEnum):
-    """Names the content of a message."""
+    """The kind of content of a message."""
 
     VALUES = 0
     GRADIENTS = 1
@@ -47,7 +47,7 @@ WORDS = ("the values", "the gradients of the values", "the gradients of shared p
 
 
 class Key(NamedTuple):
-    """The key that identifies a message."""
+    """Identifies a message between two ranks."""
 
     step: int
     subject: Subject
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
 
 class TensorLayout(NamedTuple):
-    """Describes how a tensor lies in memory."""
+    """The dtype, shape and strides of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,12 +68,12 @@ class TensorLayout(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """Says where in the message a tensor is."""
+    """Tells where in a message a tensor is, and how the receiver may use it."""
 
     number: int
-    """The index of the message's tensor that contains it."""
+    """The index of the sent tensor that contains it."""
     view: tuple[TensorLayout, int] | None
-    """Layout and offset within that tensor, if it holds the bytes of several; None: the whole tensor."""
+    """Layout and offset in elements, if the sent tensor contains the bytes of several; None: all of it."""
     requires_grad: bool
     """True if the receiver sends a gradient back."""
     is_fixed: bool
@@ -142,7 +142,7 @@ def read_values(
 
 
 def read_tensors(are_there: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the tensors, with None for those that were missing."""
+    """Return the received tensors, with None at the indices of missing ones."""
     rest = iter(tensors)
     return [next(rest) if is_there else None for is_there in are_there]
 
@@ -153,7 +153,7 @@ def empty(layout: TensorLayout, device: torch.device) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a laid-out tensor as bytes."""
+    """Return the memory of a tensor without gaps as a flat view of dtype uint8."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -189,7 +189,7 @@ def _lay_out_all(
 
 
 ALIGNED = 16
-"""Alignment in bytes, a multiple of the element sizes of all dtypes."""
+"""Alignment of sent ranges of memory, in bytes: a multiple of every dtype's element size."""
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -212,7 +212,7 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a strided tensor in its storage, and the byte after its last."""
+    """Return the offsets, in a strided tensor's storage, of its first byte and of the byte after its last."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return first, first + int(elements) * tensor.itemsize
@@ -228,7 +228,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
-    """Return the tensor's contents without gaps in memory, and its layout."""
+    """Return the detached tensor, copied if its memory has gaps or needs conversion, and the layout of the result."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides of a tensor without gaps
         tensor = tensor.contiguous()
@@ -236,7 +236,7 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles pytree's leaf specification by reference, since torch warns about calls of its class."""
+    """Pickles pytree's leaf specification by reference, because torch warns if its class is called."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is type(_LEAF) and obj == _LEAF:
@@ -277,7 +277,7 @@ drawn.
 
 
 class Message(NamedTuple):
-    """Holds what another rank has sent."""
+    """A message received from another rank."""
 
     key: Key
     described: Any
@@ -305,7 +305,7 @@ class Transport:
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
         self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
-        self._posted: list[tuple[Any, Callable[[], None]]] = []  # operations without a thread, and waits for them
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # sends, and functions that wait for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
         if self._wire.type == "cpu":
@@ -317,7 +317,7 @@ class Transport:
     def send(
         self, peer: int, key: Key, description: bytes, tensors: Sequence[torch.Tensor], notes: Notes = (0, 0, 0)
     ) -> None:
-        """Begin to send a message. Its tensors must not change until it has arrived."""
+        """Begin to send a message. Its tensors must not change until the message has arrived."""
         up, down = self.groups
         group, slots = up if self._rank < peer else down, self._slots[peer]
         new = b"" if description in slots else description
@@ -393,7 +393,7 @@ class Transport:
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device from which the group sends tensors. Gloo sends from host memory only."""
+    """Return the device from which the group sends tensors: the CPU for gloo, which sends from host memory only."""
     if device.type == "cpu" or device.type not in {there.type for there in group._device_types}:
         return torch.device("cpu")
     return torch.device("cpu") if group._get_backend(device).name() == "gloo" else device
@@ -452,7 +452,7 @@ class Background:
         self._functions.put(function)
 
     def get(self) -> Any:
-        """Wait for the next result. If the function has raised, raise its exception, in every later call, too."""
+        """Wait for the next result. If the function has raised, raise its exception, and again in every later call."""
         result, error = self._results.get()
         if error is not None:
             self._results.put((None, error))

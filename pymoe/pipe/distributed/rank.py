@@ -1,5 +1,5 @@
-"""Runs this process's stages of a pipe, one mini-batch after another, and plans what they exchange with other ranks:
-values, their gradients, and gradients of shared parameters.
+"""Runs the stages of a pipe in this process, one mini-batch after another, and plans what they exchange with other
+ranks: values, their gradients, and gradients of shared parameters.
 
 A value is sent once from the rank that makes it to every other rank with a stage that takes it, and the gradients of
 that rank's stages come back as one sum. Everything that a stage makes for a rank is sent together: for every
@@ -70,7 +70,7 @@ from pymoe.pipe.traced.model import StageModule
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """The part of ``rank`` in a pipeline: its stages, and the values that it takes and sends."""
+    """The share of ``rank`` in a pipeline: its stages, and the values that it receives and sends."""
 
     pipeline: Pipeline
     rank_of: Sequence[int]
@@ -165,7 +165,7 @@ def maker_of(source: Source) -> int:
 # Parameters that stages on several ranks share.
 
 Shared = dict[int, str]
-"""A parameter that several stages share: its name in each of them."""
+"""A parameter that several stages share, as its name in each stage, by stage index."""
 
 
 class Tied:
@@ -177,9 +177,9 @@ class Tied:
         self.received: dict[int, list[Shared]] = {}
         """The parameters whose gradients are received, by stage of another rank."""
         self.copied_to: dict[int, list[Shared]] = {}
-        """The parameters that this rank copies to other ranks, because it has their first stage, by the other rank."""
+        """The parameters that this rank sends to other ranks, by receiving rank."""
         self.copied_from: dict[int, list[Shared]] = {}
-        """The parameters that are copied from other ranks, by the other rank."""
+        """The parameters that this rank receives from other ranks, by sending rank."""
         self._parts = parts
         self._shared = list(shared_parameters(parts))
         self._look()
@@ -206,14 +206,14 @@ class Tied:
         self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
 
     def holds(self) -> bool:
-        """Return whether stages still share the same parameters: they may have been replaced, tied or untied."""
+        """Return whether stages still share the same parameters; they may have been replaced, tied or untied."""
         if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
             return True
         self._look()
         return list(shared_parameters(self._parts)) == self._shared
 
     def of(self, stage: int, shared: Shared) -> nn.Parameter:
-        """Return the stage's parameter, which may have been replaced since."""
+        """Return the present parameter of ``stage`` for ``shared``."""
         return self._parts[stage].get_parameter(shared[stage])
 
     def own(self, shared: Shared) -> nn.Parameter:
@@ -225,7 +225,7 @@ class Tied:
 
 
 class SharedSource(random_streams.RandomSource):
-    """Makes streams of random numbers from a base that all ranks know."""
+    """Makes streams of random numbers from a base that all ranks share."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ class RankStep(Step):
         self.keep(micro_batch, [Source(INPUT, number) for number in range(len(values))], values)
 
     def _outputs(self, micro_batch: int) -> list[Any]:
-        """Return the model's outputs, with a history that begins here, to compute a loss from them."""
+        """Return the model's outputs, from which the schedule computes the loss; their autograd history begins here."""
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
         values = [self._values[micro_batch][source] for source in pipeline.outputs]
@@ -381,7 +381,7 @@ class RankStep(Step):
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return the last stage on every rank that takes a value of ``stage``, by the memory of the value and by rank.
+        """Return, by memory of a value of ``stage`` and by rank, the last stage on the rank that takes this memory.
 
         Also set ``taken_until`` of the stage's values: the last stage on another rank that takes the same memory.
         """
@@ -413,7 +413,7 @@ class RankStep(Step):
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may change while it is sent: what stages here take, and the stage's own tensors."""
+        """Return the memory that may change while it is sent: what stages here still use, and module state."""
         kept, left = self._values[micro_batch], self._uses_left
         taken = [kept[source] for source in sources if left.get((micro_batch, source), self._uses[source]) > 1]
         tensors = [boundary.tensor for boundary in boundaries_of(taken)]
@@ -453,7 +453,7 @@ SCHEDULE = Words(
 
 
 class Rank:
-    """Holds the stages of a pipe that were built in this process, and the objects that they share."""
+    """The stages of a pipe that were built in this process, and the objects that these stages share."""
 
     def __init__(self, staged: StagedModel, checkpoint: str, group: dist.ProcessGroup, device: torch.device) -> None:
         self.staged = staged
@@ -482,7 +482,7 @@ class Rank:
                 module.update_model()
 
     def begin(self, stage: int) -> None:
-        """Begin a step, unless another stage has. Schedules call this for each of their stages in every step."""
+        """Begin a step unless another stage has begun it. Schedules call this for each stage in every step."""
         if self._begun and stage not in self._begun:
             self._begun.add(stage)
             return
@@ -624,7 +624,7 @@ class Rank:
 
 
 class _Planned(NamedTuple):
-    """A pipeline, of one mode of the model, and its plan for one assignment of stages to ranks."""
+    """A pipeline (for one mode of the model) and its plan for one assignment of stages to ranks."""
 
     made_for: Pipeline
     plan: RankPlan

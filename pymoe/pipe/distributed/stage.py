@@ -1,4 +1,4 @@
-"""A stage of a pipe for the schedules of ``torch.distributed.pipelining``.
+"""Adapts a stage of a pipe to the schedules of ``torch.distributed.pipelining``.
 
 torch's stages infer shapes with an additional forward, fix them, communicate only with their neighbours, and leave
 partial gradients. :class:`RankStage` has their interface, so that GPipe, 1F1B, the interleaved and the zero-bubble
@@ -32,7 +32,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
         schedule.step(x) if rank == 0 else schedule.step(target=y)
         optimizer.step()
 
-    Every process makes the same pipe and builds the stages that it runs; the schedule decides which these are. The
+    Every process must make the same pipe and build the stages that the schedule assigns to it. The
     process with stage 0 gives the model's arguments to ``schedule.step``, and the process with the last stage gives
     targets. The page docs/tutorials/pipeline_processes.md says what holds for gradients, losses, shared parameters,
     what is sent, and processes that fail.
@@ -40,7 +40,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
         index: the number of the stage.
-        device: where it runs; its modules are moved there.
+        device: where the stage runs; its modules are moved there.
         group: the processes that share the stages; None: the default group.
 
     Raises:
@@ -63,8 +63,8 @@ class RankStage(PipelineStageBase):
         super().__init__(parts[index], index, len(parts), device, group)  # type: ignore[arg-type]
         self._rank = rank
         self._part = parts[index]
-        # The numbers of micro-batches of the schedules so far, the latest last. There is one list for schedules with
-        # backwards (True), and one for those without.
+        # The micro-batch counts of the schedules so far, the latest last: one list for schedules with backwards (key
+        # True), one for those without.
         self._chunks: dict[bool, list[int]] = {}
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
@@ -84,7 +84,7 @@ class RankStage(PipelineStageBase):
     set_local_fwd_input = get_local_bwd_output = set_local_bwd_input = _nothing_to_exchange
 
     def clear_runtime_states(self) -> None:
-        """Begin a step, without the outputs of the previous one."""
+        """Begin a step: drop the outputs of the previous one."""
         self.output_chunks.clear()
         self._rank.begin(self.stage_index)
 
@@ -101,7 +101,7 @@ class RankStage(PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the stage's backward; without ``full_backward``, only its first part, for gradients of inputs."""
+        """Run the stage's backward; without ``full_backward``, only its first part, which computes input gradients."""
         if self.has_backward:
             self._run(
                 "backward", bwd_chunk_id, self._now().backward, self.stage_index, bwd_chunk_id, loss, full_backward
@@ -113,7 +113,7 @@ class RankStage(PipelineStageBase):
             self._run("backward of weights", bwd_chunk_id, self._now().backward_weight, self.stage_index, bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sum the gradients of a step. A factor other than 1: micro-batches' losses are means over their rows."""
+        """Sum the gradients of a step. A factor other than 1 means that the losses are means over rows."""
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 

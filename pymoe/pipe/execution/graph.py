@@ -1,19 +1,19 @@
-"""The autograd graph of one micro-batch in one stage, the values that cross the boundaries of stages, sums of the
-gradients of leaves, and the one autograd node by which a pipeline takes part in the caller's graph.
+"""Autograd for pipelines: the graph of one micro-batch in one stage, the values that cross stage boundaries, sums of
+leaf gradients, and the single autograd node that represents a pipeline in the caller's graph.
 
 The graph begins at the stage's inputs and ends at its outputs. The stage works on aliases of the tensors that it takes:
-the same memory, with a history that begins there. Aliases share the tensors' count of in-place changes, so a stage that
-has saved the memory for a backward pass notices changes by any stage. A tensor that leaves a stage is cut off from its
-history; its :class:`BoundaryTensor` knows where its gradient has to go.
+the same memory, with a history that begins there. Aliases share the version counters of these tensors, so a stage that
+has saved a tensor for its backward notices in-place changes by any stage. A tensor that leaves a stage is detached from
+its history; its :class:`BoundaryTensor` records where its gradient has to go.
 
-An ``IsolatedCall`` (:mod:`pymoe.autograd.isolated_graph`) has a graph of its own, too, and both find, differentiate and
-keep nodes by the same functions. They differ in what precedes the graph. The aliases of a call lead on into the
-caller's graph, for tensors that leave the call in other ways than as outputs, and all calls of a map have one entry.
-Before a stage there is no such graph, so a gradient that arrives there is an error, and every micro-batch has its own
-entry.
+An ``IsolatedCall`` (:mod:`pymoe.autograd.isolated_graph`) has a graph of its own, too, and uses the same functions to
+find, differentiate and keep nodes. The two differ in what precedes the graph. The aliases of a call are connected to
+the caller's graph, for tensors that leave the call other than as outputs, and all calls of a map share one entry node.
+The aliases of a stage are connected to nothing, so a gradient that passes them is an error, and every micro-batch has
+an entry node of its own.
 
-The inputs of the pipeline's node are the tensors that the pipeline was given and all leaves that its stages have
-reached. So autograd adds to each parameter once, and calls its hooks once, for any number of micro-batches.
+The inputs of the pipeline's node are the tensors given to the pipeline and all leaves that its stages use. So autograd
+adds to each parameter once, and calls its hooks once, for any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PAST = (
 
 
 class GradAccumulator:
-    """Sums the gradients of the boundary tensors that one stage makes, numbered in order."""
+    """Sums the gradients of the boundary tensors that one stage makes. The tensors are numbered in order."""
 
     __slots__ = ("grads",)
 
@@ -67,7 +67,7 @@ class GradAccumulator:
         self.grads: list[torch.Tensor | None] = []  # the sums so far, by tensor
 
     def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return a tensor that crosses a boundary, without its history; this object sums its gradients."""
+        """Return ``tensor``, detached from its history, as a boundary tensor whose gradients this object will sum."""
         self.grads.append(None)
         if not tensor.requires_grad:
             return BoundaryTensor(tensor)
@@ -79,11 +79,11 @@ class GradAccumulator:
 
 
 class BoundaryTensor:
-    """A tensor that crosses a boundary of stages.
+    """A tensor that crosses a stage boundary.
 
-    ``accumulator`` sums its gradients under ``number``; None: it needs no gradient. ``is_fixed``: it shares the memory
-    of a leaf, so it must not be changed in place. ``taken_until``: the last stage on other ranks that takes the same
-    memory.
+    ``accumulator`` sums its gradients under ``number``; None: it needs no gradient. ``is_fixed``: it is a leaf or a
+    view of one, so it must not be changed in place. ``taken_until``: the last stage on other ranks that takes the same
+    memory; -1: none.
     """
 
     __slots__ = ("accumulator", "is_fixed", "number", "taken_until", "tensor", "version")
@@ -100,9 +100,9 @@ class BoundaryTensor:
 
 
 class StageValue:
-    """A value that crosses a boundary: its leaves, with a boundary tensor for every tensor, and its structure.
+    """A value that crosses a stage boundary: its pytree leaves, with tensors as boundary tensors, and its structure.
 
-    The structure is None for a value that is a single leaf.
+    The structure is None if the value is a single leaf.
     """
 
     __slots__ = ("leaves", "structure")
@@ -113,12 +113,12 @@ class StageValue:
 
 
 _LEAVES = {LossReading, type(None), bool, int, float, str}
-"""Classes of values that are single leaves and hold no tensors with a history."""
+"""Classes of values that are single pytree leaves and contain no tensors with a history."""
 _WITHOUT_TENSORS = {BoundaryTensor, *_LEAVES}
 
 
 def flatten_value(value: Any, cross: Callable[[torch.Tensor], BoundaryTensor]) -> StageValue:
-    """Return the value with ``cross(tensor)`` in place of every tensor in it."""
+    """Return the leaves and structure of ``value``, with ``cross(tensor)`` in place of every tensor."""
     if isinstance(value, torch.Tensor):
         return StageValue([cross(value)], None)
     if type(value) in _LEAVES:
@@ -138,7 +138,7 @@ def unflatten_value(leaves: list[Any], structure: Any) -> Any:
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Return whether torch refuses in-place changes of a tensor that requires gradients: a leaf or a view of one."""
+    """Return whether the tensor is a leaf or a view of one: torch refuses in-place changes if it requires gradients."""
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
 
 
@@ -159,7 +159,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
     """Return the tensor, moved to ``device`` if one is given.
 
     Raises:
-        RuntimeError: another stage that has received it has changed it in place.
+        RuntimeError: another stage has changed the tensor in place.
     """
     tensor = boundary.tensor
     if boundary.version != (-1 if tensor.is_inference() else tensor._version):
@@ -168,7 +168,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on ``device``; the host waits only for copies to the CPU, which it could read too early."""
+    """Return the tensor on ``device``. Only copies to the CPU block: the host could read them too early."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -179,8 +179,9 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 
 
 class _StageInputs(torch.autograd.Function):
-    """Makes aliases of ``sources``, preceded by an alias of the anchor, which keeps this node alive. Gradients are
-    captured before they reach this node.
+    """Returns an alias of the anchor, which keeps this node alive, and aliases of ``sources``.
+
+    Gradients are captured before they reach this node.
     """
 
     @staticmethod
@@ -197,12 +198,12 @@ class _StageInputs(torch.autograd.Function):
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a tensor without its history; a backward pass that needs the history raises."""
+    """Return an alias of a tensor without its history. A backward pass through the alias raises RuntimeError."""
     return apply_directly(_StageInputs, ANCHOR, [False], tensor)[1]
 
 
 class Graph:
-    """Makes the graph of a stage, which runs between :meth:`begin` and :meth:`end`, and keeps its ends and leaves."""
+    """Records the graph of a stage that runs between :meth:`begin` and :meth:`end`: its edges, roots and leaves."""
 
     __slots__ = (
         "_aliases",
@@ -227,14 +228,14 @@ class Graph:
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # true if it has nodes of torch.compile, and must not be kept
+        self.is_compiled = False  # true if the graph has nodes of torch.compile; it cannot be kept then
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
         self._guard: torch.Tensor | None = None  # keeps the entry alive
 
     def begin(self, received: Sequence[StageValue]) -> list[Any]:
-        """Return the arguments for the stage's function: tensors that need gradients are aliases."""
+        """Return the arguments for the stage's function. Tensors that need gradients are replaced by aliases."""
         device, sources = self._device, self._sources
         arguments: list[Any] = []
         nested: list[tuple[int, list[Any], Any]] = []  # positions among the arguments, leaves, and structure
@@ -271,7 +272,7 @@ class Graph:
         return arguments
 
     def end(self, outputs: Sequence[Any], accumulator: GradAccumulator) -> list[StageValue]:
-        """Return ``outputs`` as the stage sends them; their gradients go to ``accumulator``. Calls :meth:`close`."""
+        """End the stage's run. Return ``outputs`` as values to send, whose gradients ``accumulator`` sums."""
         self.close()
         roots = self.roots
         nodes: list[Node] = []
@@ -314,7 +315,7 @@ class Graph:
         """Release the stage's inputs and their aliases.
 
         Raises:
-            RuntimeError: an input that shares memory with another one was changed in place.
+            RuntimeError: the stage has changed an input in place that shares memory with another of its inputs.
         """
         sources, aliases, entry = self._sources, self._aliases[1:], self.entry
         self._sources, self._aliases = [], ()
@@ -326,7 +327,7 @@ class Graph:
                 )
 
     def deliver(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients of the edges, which come first in ``grads``, to their accumulators."""
+        """Add the first items of ``grads``, the gradients of :attr:`edges`, to the accumulators of these edges."""
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else moved(grad, home))
@@ -351,7 +352,7 @@ def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors that share memory."""
+    """Return a number that identifies the memory of a tensor: tensors that share memory have the same."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
@@ -371,17 +372,17 @@ def have_tangents(values: Any, *modules: nn.Module) -> bool:
     return any(isinstance(x, torch.Tensor) and has_tangent(x) for x in leaves)
 
 
-# Gradients of leaves, and the pipeline's node in the caller's graph.
+# Leaf gradients, and the pipeline's node in the caller's graph.
 
-_NUMBER = torch.zeros((), device="cpu")  # any number
+_NUMBER = torch.zeros((), device="cpu")  # its value is never used
 FOREACH_FROM = 4
-"""With at least this many leaves, one call for all is faster than a call for each."""
+"""With at least this many leaves, one ``_foreach`` call is faster than one call per leaf."""
 Grads = Sequence[torch.Tensor | None]
 Backward = Callable[[Grads, bool], Grads]
 
 
 class LeafSums:
-    """Sums gradients for every leaf, in the order in which they are added."""
+    """Sums the gradients of each leaf, in the order in which they are added."""
 
     __slots__ = ("_numbers", "_own", "leaves", "sums")
 
@@ -390,8 +391,8 @@ class LeafSums:
         self.leaves: list[torch.Tensor] = []
         self.sums: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        # The dtype of every sum that has no other reference, so that it may be changed in place; None for other sums.
-        # (Autograd may have passed the first gradient to others, too.)
+        # The dtype of each sum to which there is no other reference, so that it may be changed in place; None for the
+        # other sums. (A sum of only one gradient is that gradient, which autograd may have passed to others, too.)
         self._own: list[torch.dtype | None] = []
 
     def add(self, leaves: Sequence[torch.Tensor], grads: Grads) -> None:
@@ -429,11 +430,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def total(
     parts: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], float]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all leaves in ``parts``, each once, and the sums of their gradients over the parts, in the order of the
-    parts.
+    """Return all leaves in ``parts``, each once, and the weighted sums of their gradients, in the order of the parts.
 
-    A part has leaves, their gradients (which other ranks may have sent to another device) and the weight of the
-    gradients.
+    A part consists of leaves, their gradients (possibly received from other ranks on another device), and the weight of
+    these gradients.
     """
     sums = LeafSums()
     for leaves, grads, weight in parts:
@@ -443,22 +443,21 @@ def total(
 
 
 class WeightedSums:
-    """Sums the gradients of one stage if their weights are only known at the end of a step: one sum per size of
-    micro-batch.
+    """Sums the gradients of one stage separately for each micro-batch size, so that they can be weighted afterwards.
 
-    If losses are means, a micro-batch is weighted by its share of the rows of the mini-batch. The number of rows, and
-    whether losses are means, is known only at the end.
+    If losses are means, the weight of a micro-batch is its share of the mini-batch's rows. The number of rows, and
+    whether losses are means, are known only at the end of a step.
     """
 
     def __init__(self) -> None:
         self._of_rows: dict[int, LeafSums] = {}
 
     def of(self, rows: int) -> LeafSums:
-        """Return the sums for micro-batches with this number of rows."""
+        """Return the object that sums the gradients of micro-batches with ``rows`` rows."""
         return self._of_rows.setdefault(rows, LeafSums())
 
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves, and their sums weighted by ``weight_of[rows]``. Release the sums of each size."""
+        """Return the leaves and their gradients, weighted by ``weight_of[rows]``. Release all sums."""
         parts, self._of_rows = self._of_rows, {}
         return total(
             (part.leaves, part.sums, weight_of[rows])
@@ -512,30 +511,29 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Give ``outputs``, which have no autograd history, a node that makes them functions of ``tensors``.
+    """Return aliases of ``outputs``, which have no history, with a node that makes them functions of ``tensors``.
 
-    ``backward(grads, keep)`` takes the gradients of the outputs and returns the gradients of ``tensors``; ``keep``: it
-    will be called again. ``tied``: indices of outputs that must not be changed in place.
+    ``backward(grads, keep)`` takes the gradients of the outputs and returns those of ``tensors``; ``keep``: it may be
+    called again. ``tied``: indices of outputs that must not be changed in place.
     """
     made: tuple[torch.Tensor, ...] = apply_directly(_PipeOutputs, backward, outputs, tied, *tensors)
     return made
 
 
 def end_history(edited: Sequence[torch.Tensor]) -> None:
-    """Make backward passes raise RuntimeError at in-place changes that a stage has made to these inputs."""
+    """Make backward passes through ``edited``, inputs that a stage has changed in place, raise RuntimeError."""
     with torch.enable_grad():
         for tensor in edited:
             version = tensor._version
             apply_directly(_Edited, tensor)
-            # Marking the tensor as dirty has increased its version, although nothing was changed, so the version is
-            # reset.
+            # Marking the tensor as dirty has bumped its version, although its contents have not changed.
             unsafe_set_version_counter((tensor,), (version,))
 
 
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-    """Pass gradients on to the tensors' histories, or add them to ``.grad``, as ``backward()`` does.
+    """Backpropagate gradients through the histories of the tensors; for leaves, add them to ``.grad``.
 
-    Empties ``grads``, because autograd does not copy a gradient to which no other reference exists.
+    Empties ``grads``, because autograd only copies a gradient to which there is another reference.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

@@ -1,4 +1,4 @@
-"""Finds out what a forward writes, and controls writes to layers that stages of a pipe, or several pipes, share.
+"""Detects which state forwards write, and controls writes to layers shared by stages of a pipe or by several pipes.
 
 Every forward is compared, since one may begin to write at any time: Python values by identity; tensors by version
 counter and address, and in host memory also by fingerprints, because many writes bypass the counter. Small tensors that
@@ -48,7 +48,7 @@ _CHANGED_SINCE = (
 
 
 class HeldSnapshot:
-    """The contents, sizes and stamps of a layout at one time."""
+    """The contents, sizes and stamps of a layout at one moment."""
 
     def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
@@ -58,11 +58,11 @@ class HeldSnapshot:
         self.stamps = layout.stamps()
 
     def written(self, now: Sequence[int] | None = None) -> list[int]:
-        """Return the numbers of the tensors whose stamps are others ``now``; None: at present."""
+        """Return the numbers of the tensors whose stamps differ from ``now``, by default the present stamps."""
         return self.layout.written(self.stamps, self.layout.stamps() if now is None else now)
 
     def changed_cells(self) -> list[tuple[Cell, Any]]:
-        """Return the cells that have changed since, with their contents at the time of the snapshot."""
+        """Return the cells that have changed since the snapshot, with their contents at that time."""
         both = zip(self.layout.cells, self.contents, strict=True)
         return [(cell, contents) for cell, contents in both if not _same(cell.contents(), contents)]
 
@@ -108,7 +108,7 @@ class HeldState:
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None
         self.written: set[int] = set()
-        """The tensors that forwards have written to. They are copied regardless of size."""
+        """Identities of the tensors that forwards have written to; these are copied regardless of size."""
         self.fixed: set[str] = set()
         """Names of state that forwards change and that cannot be restored. If there is any, no forward is
         recomputed.
@@ -331,7 +331,7 @@ def _differ_plainly(state: HeldSnapshot) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two contents of a cell are the same values."""
+    """Return whether two contents of a cell consist of the same values."""
     if isinstance(one, int) or isinstance(other, int):
         return one is other or bool(isinstance(one, int) and isinstance(other, int) and one == other)
     if len(one) != len(other) or (isinstance(one, dict) and list(one) != list(other)):
@@ -508,7 +508,7 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether forwards are first assumed to read a value alone: parameters, and torch's own layers."""
+    """Return whether forwards are assumed, until they are seen to write, to only read ``root``."""
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(
             buffer is not None for buffer in root._buffers.values()
@@ -517,7 +517,7 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers assumed to be written by kernels: reading their buffers would wait for a device."""
+    """Return the layers whose device buffers are assumed to be written: comparing them would wait for the device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]

@@ -1,4 +1,4 @@
-"""Finds what modules hold: the tensors, containers and objects that their attributes lead to.
+"""Finds the state that modules hold: all tensors, containers and objects that are reachable from their attributes.
 
 The walk follows attributes of modules; items of lists, dictionaries, sets, deques and tuples, including modules;
 functions (closures, defaults and attributes), bound methods and partial functions; objects of other classes with their
@@ -6,9 +6,9 @@ functions (closures, defaults and attributes), bound methods and partial functio
 random number generators and the position of most iterators. It notes what cannot be compared at all: generators, and
 iterators without a readable position.
 
-It does not follow globals, hooks, weak references, caches of ``functools``, and objects of the standard library's and
-torch's own classes. Of TorchScript modules it follows only tensors. Of containers with more than a thousand items it
-reads only the number of items.
+It does not follow globals, hooks, weak references, caches of ``functools``, or objects whose classes are the standard
+library's or torch's own. In TorchScript modules it follows only tensors. Of a container with more than a thousand items
+it reads only the length.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SMALL_BYTES = 1 << 16
 MANY = 1000
 """For containers with more items than this, only the number of items is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
-"""Immutable values, which are equal if their contents are equal."""
+"""Types of immutable values, which are compared by ``==`` instead of by identity."""
 
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 # Hooks are not part of the state of a forward, so they are not followed.
@@ -59,7 +59,7 @@ _version, _nbytes, _is_cpu = attrgetter("_version"), attrgetter("nbytes"), attrg
 
 
 class View:
-    """Presents the contents of an object that is not a container as if it were one."""
+    """A read-only sequence of values that are read from an object that is not a container."""
 
     def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
         self._read = read
@@ -79,7 +79,7 @@ class Cell(NamedTuple):
     keys: tuple[str, ...] = ()
     """The attributes of a module or class that the walk follows."""
     is_foreign: bool = False
-    """True if the owner is not a module; such cells are never changed here."""
+    """True if the owner is not a module. Such a cell is compared, but never restored."""
 
     def contents(self) -> Any:
         """Return a copy of the contents."""
@@ -106,7 +106,7 @@ class Cell(NamedTuple):
 
 
 Found = Iterator[tuple[Any, str, bool]]
-"""Values still to visit: each with its name, and whether it belongs to an object that is not a module."""
+"""Values still to be visited, each with its name and a flag: true if an object that is not a module holds the value."""
 
 
 class HeldLayout:
@@ -116,7 +116,8 @@ class HeldLayout:
         self.modules: dict[int, nn.Module] = {}
         self.names: dict[int, str] = {}  # names of modules, tensors and containers, by id
         self.shareable: dict[Any, tuple[str, Any]] = {}
-        """Values that other stages may hold, too: modules, tensors (by their memory) and containers, with their names.
+        """Values that other stages may hold, too (modules, tensors, containers, generators), with their names. Keys are
+        ids of values; for tensors, of their memory.
         """
         self.generators: list[Any] = []
         """Random number generators: they have ``get_state`` and ``set_state``."""
@@ -124,7 +125,7 @@ class HeldLayout:
         """The names of values that may change unnoticed."""
         self._found: dict[int, Any] = {}  # values by id; keeps them alive, so that ids stay unique
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
-        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of their stand-ins in this layout
+        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of their substitutes in this layout
         self._all_tensors: list[torch.Tensor] = []
         pending = deque((root, name, False) for name, root in roots)
         while pending:
@@ -146,12 +147,12 @@ class HeldLayout:
         self.small = [number for number, tensor in enumerate(self._plain) if _is_small(tensor)]
         small = {*self.small}
         self.watched = [n for n, tensor in enumerate(self._plain) if n not in small and tensor.is_cpu]
-        """The numbers of tensors whose memory has :meth:`fingerprints`."""
+        """The numbers of the tensors for which :meth:`fingerprints` are taken."""
         self._watched = [self._plain[number] for number in self.watched]
         self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
 
     def _visit(self, value: Any, name: str, foreign: bool) -> Found:
-        """Record ``value``, and yield what it holds. ``foreign``: it belongs to an object that is not a module."""
+        """Record ``value``, and yield the values in it. ``foreign``: an object that is not a module holds ``value``."""
         if isinstance(value, torch.Tensor):
             if value.grad_fn is None and not nn.parameter.is_lazy(value):
                 self.shareable["memory of", memory_of(value)] = name, value
@@ -229,7 +230,7 @@ class HeldLayout:
             yield from ((item, name if foreign else f"{name}[{number}]", foreign) for number, item in inside)
 
     def _visit_object(self, value: Any, name: str) -> Found:
-        """Yield the values of the attributes of an object whose class is the user's."""
+        """Yield the attribute values of an object; nothing if the class of the object is an installed package's."""
         if not _is_users(type(value)) and type(value) is not SimpleNamespace:
             return
         inside = getattr(value, "__dict__", None)
@@ -239,7 +240,7 @@ class HeldLayout:
         yield from self._visit_slots(value, name)
 
     def _visit_slots(self, value: Any, name: str) -> Found:
-        """Yield the values in an object's slots, and its classes."""
+        """Yield the values in an object's slots, and the user's classes among the object's classes."""
         classes = [one for one in type(value).__mro__ if _is_users(one)]
         slots = [slot for one in classes for slot in vars(one).values() if isinstance(slot, MemberDescriptorType)]
         if slots:
@@ -260,7 +261,7 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield the values that a function holds; if the code is not the user's, only functions."""
+        """Yield the values that a function holds; of an installed package's function, only callables."""
         held = held_by(value)
         if is_installed(value.__globals__.get("__name__", "")):
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
@@ -306,7 +307,7 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return the id of a tensor, or of its array, which identifies it in all layouts while it lives."""
+        """Return the id of a tensor (or of the array that it represents), which identifies it in all layouts."""
         tensor = self.tensors[number]
         return id(self._originals.get(id(tensor), tensor))
 
@@ -323,25 +324,30 @@ class HeldLayout:
         return list(map(len, self._places))
 
     def values(self) -> Iterator[Any]:
-        """Iterate over all values. Raise KeyError if an attribute is gone."""
+        """Iterate over the values in all cells. Raise KeyError if an attribute is gone."""
         attributes = [getter(place) for getter, place in self._attributes]
         return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
 
     def holds(self, sizes: list[int], values: list[Any]) -> bool:
-        """Return whether the places hold these very objects. Raise KeyError if an attribute is gone."""
+        """Return whether the cells have these sizes and contain these same objects.
+
+        Raises:
+            KeyError: an attribute is gone.
+        """
         return self.sizes() == sizes and all(map(is_, values, self.values()))
 
     def stamps(self) -> list[int]:
-        """Return versions and addresses of tensors, which change with moves, and with writes that torch counts."""
+        """Return the version counters and addresses of the tensors. They change if a tensor is moved, or written to by
+        an operation that bumps its version.
+        """
         plain = self._plain
         stamps = [*map(_version, plain), *map(torch.Tensor.data_ptr, plain)]
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))
 
     def fingerprints(self, moment: int) -> list[int]:
-        """Return numbers that change if memory is written to, by whatever means.
+        """Return a fingerprint of the memory of each tensor in :attr:`watched`; it reveals writes of any kind.
 
-        There is one for each of :attr:`watched`. In large memory a sample is read, which differs between values of
-        ``moment``; if that is a power of two, everything is read.
+        Of large memory only a sample is read, which depends on ``moment``; all is read if ``moment`` is a power of two.
         """
         tensors = self._watched
         if not tensors:
@@ -357,7 +363,7 @@ class HeldLayout:
         return memory_fingerprints(addresses, sizes, [*allocations], [*allocated], moment, is_whole)
 
     def written(self, before: Sequence[int], now: Sequence[int]) -> list[int]:
-        """Return the numbers of the tensors with different stamps."""
+        """Return the numbers of the tensors whose stamps differ between ``before`` and ``now``."""
         if before == now:
             return []
         count = len(self._plain)
@@ -370,8 +376,10 @@ def _is_users(kind: type) -> bool:
 
 
 def _may_hold(value: Any) -> bool:
-    """Return whether a class attribute is a callable that may hold state: a bound method, a partial, or a function with
-    attributes, or with values in its closure or defaults that are neither plain constants nor classes.
+    """Return whether a class attribute is a callable that may hold state.
+
+    Such are bound methods, partial functions, and functions with attributes or with a value in their closure or
+    defaults that is neither an immutable constant nor a class.
     """
     if not isinstance(value, FunctionType):
         return isinstance(value, (MethodType, functools.partial))
@@ -379,7 +387,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _as_tensor(array: Any) -> torch.Tensor | None:
-    """Return a tensor that shares an array's memory; None if that is impossible."""
+    """Return a tensor that shares an array's memory, or None if that is impossible."""
     try:
         if array.flags.forc:
             array = array.ravel(order="K").view("u1")
@@ -389,7 +397,7 @@ def _as_tensor(array: Any) -> torch.Tensor | None:
 
 
 def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
-    """Return a function that reads the position of an iterator; None if the position is not readable."""
+    """Return a function that reads the position of an iterator, or None if the position is not readable."""
     if isinstance(iterator, itertools.count):
         how_far: Callable[[Any], Any] = repr
     elif hasattr(iterator, "__length_hint__"):
@@ -423,12 +431,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is copied before every forward. Parameters are not, since there are many."""
+    """Return whether the tensor is copied before every forward. Parameters never are, because there are too many."""
     overlaps = any([step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     return not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not overlaps
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Return the number of bytes from the first element to the last; None if the tensor has no gaps."""
+    """Return the number of bytes from the first element to the end of the last, or None if the tensor has no gaps."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return None if not tensor.numel() or last + 1 == tensor.numel() else (last + 1) * tensor.itemsize

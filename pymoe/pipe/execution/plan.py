@@ -1,5 +1,5 @@
-"""Runs the passes through a pipe's stages: a schedule prepared to be run, one run of it, the threads that run it, and
-the engine, which keeps them, and other state, between mini-batches.
+"""Runs the passes through a pipe's stages: plans of schedules, runs of plans, the threads that perform the actions, and
+the engine, which keeps plans, threads and other state between mini-batches.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ from pymoe.pipe.schedules import run as in_order
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source
 
 INLINE_LIMIT_S = 500e-6
-"""Actions that take less time are best run inline, on the caller's thread."""
+"""Actions that take less time than this are best run inline, on the caller's thread."""
 LONG_ACTIONS = 3
 LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
 """An inline run starts the workers after this many longer actions with this many seconds in total, because other
 processes may have delayed a single action.
 """
 ALWAYS_THREADS = False
-"""For tests of threads: use all workers, even if actions are short."""
+"""Set by tests of threads: use all workers even if actions are short."""
 
 TimedAction = tuple[Action, float, float]
 """An action, and when it started and ended: in seconds, by ``time.perf_counter``."""
 
 
 class ActionPlan:
-    """Holds the order of a schedule's actions, and which of them wait for actions of other workers."""
+    """The order of a schedule's actions, and which of them wait for actions of other workers."""
 
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Plan the actions of these kinds; results of the others exist already. Raise ScheduleError if none can run.
+        """Plan the actions of these kinds; those of other kinds have run already. Raise ScheduleError on a deadlock.
 
         ``in_turns``: stages whose forwards must run in the order of the model, one micro-batch after the other.
         """
@@ -134,7 +134,7 @@ class InlinePolicy:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Record the seconds that a run on threads took, and those of its actions."""
+        """Record the duration of a run on threads, and the durations of its actions, in seconds."""
         # Threads are worthwhile if many actions are long. But on threads, short actions seem long if they wait for each
         # other, so the run must also be faster than the last inline run. That may have had smaller batches, so its time
         # is doubled after every run on threads.
@@ -179,7 +179,7 @@ def _pass(gate: SimpleQueue[None]) -> None:
 
 
 class PlanRun:
-    """Runs a plan once: performs actions inline as long as they are short, then on the threads of all workers."""
+    """Runs a plan once: inline as long as actions are short, then on the threads of all workers."""
 
     def __init__(self, plan: ActionPlan, state: StepState) -> None:
         self._plan = plan
@@ -197,7 +197,7 @@ class PlanRun:
         self._failing = threading.Lock()
 
     def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread while they are short, or all of them. Return True if none is left."""
+        """Perform actions on this thread while they are short, or all of them. Return True if the run has ended."""
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
             return False
@@ -304,7 +304,7 @@ class PlanRun:
             del error
 
     def _in_range(self, action: Action) -> None:
-        """Perform an action, shown as a named range in profiles."""
+        """Perform an action in a named range, which profiles show."""
         with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
             self._state.perform(action)
 
@@ -608,7 +608,7 @@ class Engine:
 
 
 def run_in_one_graph(pipeline: Pipeline, micro_batches: MicroBatches) -> list[list[Any]]:
-    """Return the same as :meth:`Engine.forward`, computed on this thread, with the whole autograd history."""
+    """Compute the result of :meth:`Engine.forward` on this thread, in one ordinary autograd graph."""
     outputs = []
     for index, inputs in enumerate(micro_batches.values):
         made = {Source(INPUT, number): value for number, value in enumerate(inputs)}
@@ -625,7 +625,7 @@ _built = lru_cache(REMEMBERED)(build)
 
 
 def _tied(crossed: Sequence[BoundaryTensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Return which of the outputs share memory with another output, an input or a leaf."""
+    """Return the indices of the outputs that share memory with another output, an input or a leaf."""
     places = [memory_of(boundary.tensor) for boundary in crossed]
     shared = Counter([*places, *dict.fromkeys(map(memory_of, inputs))])
     return [
@@ -646,7 +646,7 @@ def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)
     ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
-    # Leaves that only recomputed forwards have found, such as tensors in closures.
+    # Leaves that were only found by recomputing forwards, such as tensors in closures.
     late = [leaf for leaf in found if id(leaf) in by_leaf]
     accumulate(late, [by_leaf[id(leaf)] for leaf in late])
     return [*inputs, *ordered]

@@ -1,5 +1,5 @@
-"""One mini-batch on its way through a pipeline, and each micro-batch in one stage, from its forward to the end of its
-backward, which may recompute the forward.
+"""The state of one mini-batch in a pipeline, and of each of its micro-batches in each stage, from the forward to the
+end of the backward. The backward may recompute the forward.
 
 A recomputed forward keeps its inputs instead of its graph. Source: Chen et al., "Training Deep Nets with Sublinear
 Memory Cost" (2016), arXiv 1604.06174. The recomputation draws the same random numbers (from the same stream), sees the
@@ -8,8 +8,8 @@ norm would count the micro-batch twice).
 
 The first run also makes a graph, which is released when the run ends: modules may ask for gradients and hooks within
 it, and values that they keep between runs (the weights of ``parametrize.cached``, autocast's casts) need its history.
-That takes no more memory at a time than the recomputation will. If the run has changed state that cannot be put back,
-or that was not copied, the graph is kept.
+The graph takes no more memory at a time than the recomputation will. If the run has changed state that cannot be put
+back, or that was not copied, the graph is kept.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Activation(GradAccumulator):
         return sent
 
     def backward(self, sums: LeafSums, keep: bool = False) -> None:
-        """Run both parts of the backward; gradients of leaves are added to ``sums``. ``keep``: it will run again."""
+        """Run the whole backward; add the gradients of leaves to ``sums``. ``keep``: the backward will run again."""
         graph = self._graph or self._recompute(keep)
         edges, leaves, keeps = graph.edges, graph.leaves, keep or not graph.is_compiled
         found = with_stream(graph.stream, differentiate, graph.roots, self.grads, edges, leaves, graph.entry, keeps)
@@ -122,7 +122,7 @@ class Activation(GradAccumulator):
             self.release()
 
     def backward_input(self) -> None:
-        """Run the first part of the backward: compute the gradients of the stage's inputs, which earlier stages get."""
+        """Run the first part of the backward: compute the stage's input gradients and pass them on."""
         graph = self._graph = self._graph or self._recompute(False)
         self._split = with_stream(
             graph.stream, SplitBackward, graph.roots, self.grads, graph.edges, graph.leaves, graph.is_compiled
@@ -142,14 +142,14 @@ class Activation(GradAccumulator):
         self.grads = []
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Return the leaves of the backward; before a recomputation, the parameters of the stage."""
+        """Return the leaves of the graph; if the graph is still to be recomputed, the stage's trainable parameters."""
         if self._graph is not None:
             return self._graph.leaves
         modules = () if self._recomputation is None else self._stage.modules
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's function. ``finally`` calls nothing, because Ctrl-C could come at a call."""
+        """Run the stage's function. The ``finally`` block makes no calls, because Ctrl-C could interrupt it there."""
         streams, contexts = random_streams.this_thread, context.this_thread
         outer_stream, streams.stream = streams.stream, stream
         outer, contexts.micro_batch = contexts.micro_batch, micro_batch
@@ -159,7 +159,7 @@ class Activation(GradAccumulator):
             contexts.micro_batch, streams.stream = outer, outer_stream
 
     def _recompute(self, again: bool) -> Graph:
-        """Make the graph by running the forward again. ``again``: the forward will be recomputed once more later."""
+        """Run the forward again and return its graph. ``again``: the forward will be recomputed once more later."""
         # The same random numbers as in the first run, from their beginning.
         graph = Graph(RandomStream(self._random, self._position), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
@@ -194,7 +194,8 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
-"""A forward's input tensors, copies of those that earlier forwards changed, and the state with which the forward runs.
+"""The input tensors of a forward; copies, by index, of those that earlier forwards have changed in place; the state
+before the forward.
 """
 
 
@@ -203,23 +204,25 @@ class StageRecompute:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.turns: Turns | None = None
-        """The turns of the stages that share state with this one; None: it shares nothing. The engine sets it."""
+        """Orders the forwards of this stage and of those that share state with it; None if it shares none. Set by the
+        engine.
+        """
         self.held = HeldState(("", module) for module in modules)
         self._modules = modules
         self.trains = False
-        self._edited: set[int] = set()  # inputs that were changed in place, and are therefore copied
+        self._edited: set[int] = set()  # indices of inputs that forwards change in place, so that they are copied
 
     def begin_step(self) -> None:
-        """Begin a step; parameters may have been frozen or replaced since the last one."""
+        """Begin a step: determine anew whether the stage has parameters that require gradients."""
         self.trains = any(parameter.requires_grad for module in self._modules for parameter in module.parameters())
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Return the lock for first runs and recomputations; if nothing is shared, one that does nothing."""
+        """Return the lock for first runs and recomputations; if no state is shared, a context that does nothing."""
         return _NOTHING if self.turns is None else self.turns.lock
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return the turn of a forward among those that share state; if nothing is shared, one that does nothing."""
+        """Return the context in which a forward of this stage runs; if no state is shared, it does nothing."""
         return _NOTHING if self.turns is None else self.turns.forward()
 
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
@@ -230,9 +233,9 @@ class StageRecompute:
         return taken, copies, self.held.before()
 
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
-        """Return the recomputation of a forward, after the forward's first run; None: keep its graph.
+        """Return the recomputation of a forward after the forward's first run, or None if its graph must be kept.
 
-        The graph is kept if the forward has changed state that cannot be put back or was not copied.
+        It must be kept if the forward has changed state, or an input, that cannot be restored or was not copied.
         """
         edited = self._edited
         taken, copies, seen = before[0], before[1], self.held.after(before[2])
@@ -248,7 +251,7 @@ class StageRecompute:
 
 
 class Recomputation:
-    """Keeps what a forward needs to be recomputed."""
+    """Keeps the inputs and the state from which a forward is recomputed."""
 
     __slots__ = ("_edited", "_received", "seen", "stage")
 
@@ -259,14 +262,14 @@ class Recomputation:
         seen: Seen,
         edited: dict[int, BoundaryTensor],
     ) -> None:
-        """Keep the inputs. ``edited``: copies of those that the first run changes, by the inputs' ids."""
+        """Keep the inputs. ``edited``: copies of the inputs that the first run changed in place, by the inputs' ids."""
         self.stage = stage
         self.seen = seen
         self._edited = list(edited.values())
         self._received = _replaced(received, edited) if edited else received
 
     def inputs(self, again: bool) -> Sequence[StageValue]:
-        """Return the inputs. ``again``: they will be needed once more."""
+        """Return the inputs for a recomputation. ``again``: they will be needed for another one."""
         if again and self._edited:
             return _replaced(self._received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
         return self._received
@@ -335,9 +338,10 @@ class Step:
         self._uses = uses
         # By micro-batch. Ranks may have to guess the number of micro-batches, so there may be more than ``count``.
         self._values: defaultdict[int, dict[Source, StageValue]] = defaultdict(dict)
-        self._uses_left: dict[tuple[int, Source], int] = {}  # of values that were used, and have several uses
+        # By micro-batch and source; only values with several uses, from their first use on.
+        self._uses_left: dict[tuple[int, Source], int] = {}
         self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
-        self._begun = [0] * len(pipeline.stages)  # numbers of forwards
+        self._begun = [0] * len(pipeline.stages)  # the number of forwards so far, by stage
         self._recomputed = recomputed
         self._thread_state = current()
         if recomputed:
@@ -345,7 +349,7 @@ class Step:
                 of_stage.begin_step()
 
     def keep(self, micro_batch: int, sources: Iterable[Source], values: Iterable[StageValue]) -> None:
-        """Keep those values that are used."""
+        """Keep those of the values that a stage or the output of the pipeline uses."""
         here, uses = self._values[micro_batch], self._uses
         for source, value in zip(sources, values, strict=False):
             if uses[source]:
@@ -492,7 +496,7 @@ class StepState(Step):
         return outputs
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the known leaves to which backwards will add gradients, each once. Call it after all forwards."""
+        """Return the leaves known so far that will get gradients, each once. Call this after all forwards."""
         activations = [self._activations[place] for place in sorted(self._activations)]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
@@ -509,7 +513,7 @@ class StepState(Step):
         self.inputs.grads = [None] * len(self.inputs.tensors)
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves with gradients, and the gradients. Call it after all backwards."""
+        """Return the leaves that have gradients, and the gradients. Call this after all backwards."""
         return total((sums.leaves, sums.sums, 1.0) for sums in self._sums)
 
     def release(self) -> None:
