@@ -67,7 +67,7 @@ class GradAccumulator:
         self.grads: list[torch.Tensor | None] = []  # the sums so far, by tensor
 
     def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return ``tensor``, detached from its history, as a boundary tensor whose gradients this object will sum."""
+        """Return ``tensor`` as a boundary tensor; if it requires gradients, detached, and this object sums them."""
         self.grads.append(None)
         if not tensor.requires_grad:
             return BoundaryTensor(tensor)
@@ -228,7 +228,7 @@ class Graph:
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # true if the graph has nodes of torch.compile; it cannot be kept then
+        self.is_compiled = False  # true if the graph has nodes of torch.compile; it is then kept only if needed again
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()

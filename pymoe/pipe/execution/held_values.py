@@ -261,7 +261,7 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield the values that a function holds; of an installed package's function, only callables."""
+        """Yield the values that a function holds; of an installed package's function, only functions and modules."""
         held = held_by(value)
         if is_installed(value.__globals__.get("__name__", "")):
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))

@@ -77,7 +77,9 @@ class ActionPlan:
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Plan the actions of these kinds; those of other kinds have run already. Raise ScheduleError on a deadlock.
+        """Plan the actions of these kinds, which wait for no action of another kind.
+
+        Raise ScheduleError if the schedule is invalid or would deadlock.
 
         ``in_turns``: stages whose forwards must run in the order of the model, one micro-batch after the other.
         """
