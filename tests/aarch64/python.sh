@@ -3,7 +3,7 @@
 #
 #     bash tests/aarch64/python.sh FOLDER
 #
-# FOLDER lies below this one's tree, such as build/aarch64, and takes 1.5 GB. Python is Debian 12's, fetched by apt into
+# FOLDER lies below this one's tree, such as build/aarch64, and takes 1.3 GB. Python is Debian 12's, fetched by apt into
 # FOLDER and not installed; packages are pip's, as pinned in the lists of requirements. NVIDIA's libraries, which torch's
 # wheel wants, are one stand-in: every function of theirs returns 100, which is CUDA's "no device".
 #
