@@ -86,7 +86,7 @@ wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null |
 wheel: $(PACKAGES)
 	rm -rf build/wheel build/lib* build/bdist* && mkdir -p build/wheel dist
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(RUN) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir build/wheel/repaired --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
+	$(RUN) -m auditwheel repair --only-plat --plat manylinux_2_28_$$($(RUN) -c "import platform; print(platform.machine())") --wheel-dir build/wheel/repaired --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl
 	$(RUN) -m zipfile -e build/wheel/repaired/*.whl build/wheel/unpacked
 	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
 	mv build/wheel/repaired/*.whl dist
