@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-deep test-all docs wheel release bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
+.PHONY: help train check test test-deep test-all docs wheel release try-wheel bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -91,10 +91,13 @@ wheel: $(PACKAGES)
 	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
 	mv build/wheel/repaired/*.whl dist
 
-# Up to the upload. In a new environment for each wheel run README's blocks and one case of each test of the operators,
-# layers, runtime and parallel calls, in the tree of the sdist without its sources of `pymoe`. The wheel with CUDA kernels
-# is for all generations of GPUs, whatever this machine has.
+# Up to the upload. Each wheel is tried in two new environments, with the oldest torch that pyproject.toml promises and the
+# newest of which pymoe does not warn. There run README's blocks and one case of each test of the operators, layers, runtime
+# and parallel calls, in the tree of the sdist without its sources of `pymoe`. The wheel with CUDA kernels is for all
+# generations of GPUs, whatever this machine has.
 RELEASE := build/release
+RELEASE_TORCHES ?= $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) \
+	$(shell sed -n 's/^NEWEST_TESTED = "\([0-9.]*\)"/\1/p' pymoe/_torch_versions.py)
 RELEASE_TESTS := 'tests/docs/test_code_blocks.py::test_the_blocks_of_a_page_run[README.md]' tests/ops tests/nn tests/runtime tests/parallel
 release:
 	@test -z "$$(git status --porcelain 2>&1)" || { echo 'release: the tree must be clean, got'; git status --short 2>&1; exit 1; }
@@ -109,13 +112,15 @@ release:
 	  env -u TORCH_CUDA_ARCH_LIST CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory wheel PYMOE_CUDA=1; else \
 	  echo '== no nvcc: no wheel with CUDA kernels'; fi
 	tar xf dist/*.tar.gz -C $(RELEASE)/tree --strip-components=1 && rm -r $(RELEASE)/tree/pymoe
-	set -e; for wheel in dist/*.whl; do \
-	  echo "== $$wheel in a new environment"; \
-	  $(RUN) -m venv --clear $(RELEASE)/venv; \
-	  $(RELEASE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(VENV)/requirements-dev.txt $$wheel; \
-	  (cd $(RELEASE)/tree && env -u PYTHONPATH ../venv/bin/python -m pytest --level=quick $(RELEASE_TESTS)); \
-	done
+	set -e; for wheel in dist/*.whl; do for torch in $(RELEASE_TORCHES); do \
+	  echo "== $$wheel and torch $$torch in a new environment"; rm -rf $(RELEASE)/venv; \
+	  $(MAKE) --no-print-directory try-wheel VENV=$(RELEASE)/venv TORCH=$$torch WHEEL=$$wheel; \
+	done; done
 	@ls -l dist && echo 'ready for the upload'
+
+try-wheel: $(PACKAGES)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(WHEEL)
+	cd $(RELEASE)/tree && env -u PYTHONPATH $(CURDIR)/$(RUN) -m pytest -n 2 --level=quick $(RELEASE_TESTS)
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)
