@@ -77,9 +77,10 @@ docs: $(PACKAGES) $(INSTALLED)
 
 # pymoe._ops serves every Python, pymoe._runtime is compiled for each: the wheel holds one for every Python of PYTHONS.
 # auditwheel refuses what needs a newer glibc than torch's wheels do; torch's libraries are torch's own wheel's. Times in the
-# archive are those of the last commit, so that the same sources give the same bytes.
+# archive are those of the last commit, so that the same sources give the same bytes. make drops what a shell function has
+# printed if its last command was not found, such as python3.14: hence `true`.
 PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c \
-	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done)
+	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done; true)
 USE_RUNTIME := import _runtime; pool = _runtime.WorkerPool(1); assert pool.submit(int, 3).result() == 3; pool.shutdown(True)
 wheel: export PYMOE_PYTHONS = $(PYTHONS)
 wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date -r CHANGELOG.md +%s)
