@@ -1,6 +1,6 @@
 # pymoe: every target makes what it needs, so each works on a fresh clone. Options go through ARGS:
 #     make train ARGS="--steps 200 --ffn dense"
-.PHONY: help train check test test-deep test-all docs wheel release try-wheel bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
+.PHONY: help train check test test-deep test-all docs wheel release bench bench-layers bench-models bench-finetune bench-runtime bench-parallel bench-pipeline bench-distributed bench-expert-parallel bench-remote lint format clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -29,7 +29,7 @@ help:
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for the Pythons that are installed and every torch >= 2.11; in dist/'
 	@echo '             (PYTHONS="python3.11 python3.13" names them; PYMOE_CUDA=1: with CUDA kernels, as version X+cuY)'
-	@echo 'make release all before the upload: tree and version checked, sdist and wheels made, installed and tested; in dist/'
+	@echo 'make release all before the upload: tree and version checked, sdist and wheels made, tried with two versions of torch; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-layers    expert blocks of published models compared with transformers and the limits; in build/model_layers/'
 	@echo 'make bench-models    whole models of real sizes compared with transformers and llama.cpp; in build/whole_models/'
@@ -119,6 +119,8 @@ release:
 	done; done
 	@ls -l dist && echo 'ready for the upload'
 
+# One wheel and one torch; `release` names them, and a new environment.
+.PHONY: try-wheel
 try-wheel: $(PACKAGES)
 	$(RUN) -m pip install --quiet --disable-pip-version-check $(WHEEL)
 	cd $(RELEASE)/tree && env -u PYTHONPATH $(CURDIR)/$(RUN) -m pytest -n 2 --level=quick $(RELEASE_TESTS)
