@@ -29,7 +29,7 @@ help:
 	@echo 'make docs    the documentation as web pages, with warnings as errors; in build/docs/'
 	@echo 'make wheel   a wheel for the Pythons that are installed and every torch >= 2.11; in dist/'
 	@echo '             (PYTHONS="python3.11 python3.13" names them; PYMOE_CUDA=1: with CUDA kernels, as version X+cuY)'
-	@echo 'make release all before the upload: tree and version checked, sdist and wheels made, installed and tested; in dist/'
+	@echo 'make release all before the upload: tree and version checked, sdist and wheels made, tried with two versions of torch; in dist/'
 	@echo 'make bench   benchmark every operator; results in build/bench.json (ARGS="--help" for its options)'
 	@echo 'make bench-layers    expert blocks of published models compared with transformers and the limits; in build/model_layers/'
 	@echo 'make bench-models    whole models of real sizes compared with transformers and llama.cpp; in build/whole_models/'
@@ -77,9 +77,10 @@ docs: $(PACKAGES) $(INSTALLED)
 
 # pymoe._ops serves every Python, pymoe._runtime is compiled for each: the wheel holds one for every Python of PYTHONS.
 # auditwheel refuses what needs a newer glibc than torch's wheels do; torch's libraries are torch's own wheel's. Times in the
-# archive are those of the last commit, so that the same sources give the same bytes.
+# archive are those of the last commit, so that the same sources give the same bytes. make drops what a shell function has
+# printed if its last command was not found, such as python3.14: hence `true`.
 PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c \
-	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done)
+	'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")' 2>/dev/null && echo python$$version; done; true)
 USE_RUNTIME := import _runtime; pool = _runtime.WorkerPool(1); assert pool.submit(int, 3).result() == 3; pool.shutdown(True)
 wheel: export PYMOE_PYTHONS = $(PYTHONS)
 wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date -r CHANGELOG.md +%s)
@@ -91,10 +92,13 @@ wheel: $(PACKAGES)
 	set -e; cd build/wheel/unpacked/pymoe; for python in "$(CURDIR)/$(RUN)" $(PYTHONS); do "$$python" -c '$(USE_RUNTIME)'; done
 	mv build/wheel/repaired/*.whl dist
 
-# Up to the upload. In a new environment for each wheel run README's blocks and one case of each test of the operators,
-# layers, runtime and parallel calls, in the tree of the sdist without its sources of `pymoe`. The wheel with CUDA kernels
-# is for all generations of GPUs, whatever this machine has.
+# Up to the upload. Each wheel is tried in two new environments, with the oldest torch that pyproject.toml promises and the
+# newest of which pymoe does not warn. There run README's blocks and one case of each test of the operators, layers, runtime
+# and parallel calls, in the tree of the sdist without its sources of `pymoe`. The wheel with CUDA kernels is for all
+# generations of GPUs, whatever this machine has.
 RELEASE := build/release
+RELEASE_TORCHES ?= $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml) \
+	$(shell sed -n 's/^NEWEST_TESTED = "\([0-9.]*\)"/\1/p' pymoe/_torch_versions.py)
 RELEASE_TESTS := 'tests/docs/test_code_blocks.py::test_the_blocks_of_a_page_run[README.md]' tests/ops tests/nn tests/runtime tests/parallel
 release:
 	@test -z "$$(git status --porcelain 2>&1)" || { echo 'release: the tree must be clean, got'; git status --short 2>&1; exit 1; }
@@ -109,13 +113,17 @@ release:
 	  env -u TORCH_CUDA_ARCH_LIST CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory wheel PYMOE_CUDA=1; else \
 	  echo '== no nvcc: no wheel with CUDA kernels'; fi
 	tar xf dist/*.tar.gz -C $(RELEASE)/tree --strip-components=1 && rm -r $(RELEASE)/tree/pymoe
-	set -e; for wheel in dist/*.whl; do \
-	  echo "== $$wheel in a new environment"; \
-	  $(RUN) -m venv --clear $(RELEASE)/venv; \
-	  $(RELEASE)/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(VENV)/requirements-dev.txt $$wheel; \
-	  (cd $(RELEASE)/tree && env -u PYTHONPATH ../venv/bin/python -m pytest --level=quick $(RELEASE_TESTS)); \
-	done
+	set -e; for wheel in dist/*.whl; do for torch in $(RELEASE_TORCHES); do \
+	  echo "== $$wheel and torch $$torch in a new environment"; rm -rf $(RELEASE)/venv; \
+	  $(MAKE) --no-print-directory try-wheel VENV=$(RELEASE)/venv TORCH=$$torch WHEEL=$$wheel; \
+	done; done
 	@ls -l dist && echo 'ready for the upload'
+
+# One wheel and one torch; `release` names them, and a new environment.
+.PHONY: try-wheel
+try-wheel: $(PACKAGES)
+	$(RUN) -m pip install --quiet --disable-pip-version-check $(WHEEL)
+	cd $(RELEASE)/tree && env -u PYTHONPATH $(CURDIR)/$(RUN) -m pytest -n 2 --level=quick $(RELEASE_TESTS)
 
 bench: $(INSTALLED)
 	$(RUN) -m pymoe.bench run --json build/bench.json $(ARGS)

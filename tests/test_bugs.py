@@ -10,6 +10,7 @@ import concurrent.futures
 import ctypes
 import gc
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -544,3 +545,18 @@ def test_a_graph_knows_that_nothing_stands_between_a_layer_and_its_part():
     assert graph(torch.zeros(1)) == are_called_plainly((layer, torch.nn.Linear)) == 1
     layer.forward = torch.relu
     assert graph(torch.zeros(1)) == are_called_plainly((layer, torch.nn.Linear)) == 0
+
+
+def test_a_wheel_is_for_the_pythons_that_are_there_although_the_last_one_is_not(tmp_path):
+    """``make wheel`` looks for each Python up to 3.14. Without the last it found none, and the wheel served one Python.
+
+    GNU make 4.3 takes the output of a shell function for an error message if the status is 127, "not found", which was
+    the status of the whole loop. So it printed the names, and went on with an empty list.
+    """
+    for name in ("python3.10", "python3.12"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    command = [shutil.which("make"), "--silent", "--eval=pythons:; $(info $(PYTHONS))", "pythons"]
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env={"PATH": str(tmp_path)})
+    assert done.stdout.splitlines()[:1] == ["python3.10 python3.12"], done.stderr

@@ -1,15 +1,17 @@
-"""Tests of what ``make release`` refuses before it makes anything."""
+"""Tests of what ``make release`` refuses before it makes anything, and of the versions of torch that it takes."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
 import pymoe
+from pymoe._torch_versions import NEWEST_TESTED
 
 ROOT = Path(__file__).parents[2]
 RELEASED = f"## {pymoe.__version__}, 2026-01-31"
@@ -67,3 +69,11 @@ def test_a_release_needs_a_clean_tree(tmp_path: Path) -> None:
     (tree / "new").unlink()
     shutil.rmtree(tree / ".git")
     assert "release: the tree must be clean, got\nfatal: not a git repository" in release(tree)
+
+
+def test_wheels_are_tried_with_the_oldest_and_the_newest_torch() -> None:
+    """The Makefile reads both where the package says them: a pattern that no longer fits would leave one out."""
+    command = ["make", "--eval=torches:; @echo $(RELEASE_TORCHES)", "torches"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    (oldest,) = [need for need in requires("pymoe-runtime") or () if need.startswith("torch>=")]
+    assert said == [oldest.removeprefix("torch>="), NEWEST_TESTED]
