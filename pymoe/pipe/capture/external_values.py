@@ -90,7 +90,7 @@ def users_hooks(module: nn.Module) -> Iterator[Any]:
             while isinstance(function, functools.partial):
                 function = function.func
             named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
-            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):  # None after exec
+            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):  # it may be None
                 yield hook
 
 

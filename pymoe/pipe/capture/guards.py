@@ -238,8 +238,8 @@ class ReadRecorder:
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
         """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``: for the model's code the
-        value in the caller's grad mode, and for other code ``real``, the present value. Record it if the model's code
-        reads.
+        value in the caller's grad mode, and for other code ``real``, the present value. A read by the model's code is
+        recorded.
         """
         if not self.hears(frame):
             return real
@@ -439,7 +439,7 @@ class Guards:
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
         self._sharing = self._sharing_now()
-        self._is_shared_alike: bool | None = True  # None: unknown, since one was replaced
+        self._is_shared_alike: bool | None = True  # None: unknown, because a tensor was replaced
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
@@ -497,7 +497,7 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without values that cannot be copied; a copy without some captures again."""
+        """Return the state for a copy, without values that cannot be copied; if any is missing, the copy is broken."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
