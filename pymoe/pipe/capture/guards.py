@@ -497,7 +497,7 @@ class Guards:
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without values that cannot be copied; if any is missing, the copy is broken."""
+        """Return the state for a copy, without values that cannot be copied: lacking one, the copy captures anew."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
