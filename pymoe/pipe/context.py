@@ -1,5 +1,5 @@
-"""Tells a module, while a pipeline runs it, which micro-batch this is and whether it is being recomputed. Weights the
-losses that layers inject by each micro-batch's share of the mini-batch's rows.
+"""Tells a module that a pipeline runs which micro-batch it processes, and whether the forward is a recomputation. Also
+weights the losses that layers inject by the micro-batch's share of the rows of the mini-batch.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ class MicroBatch:
     """The micro-batch whose forward pass this thread runs."""
 
     index: int
-    """Counted from 0."""
+    """The position of the micro-batch in the mini-batch, from 0."""
     count: int
     """The number of micro-batches of this mini-batch."""
     weight: float
-    """The share of this micro-batch in the rows of the mini-batch. A mean over all rows is the sum of the
+    """This micro-batch's share of the rows of the mini-batch. A mean over all rows is the sum of the
     micro-batches' means, each times its weight.
     """
     checkpointing: bool = False
-    """True if the graph of this forward is not kept: the forward is recomputed, unless it changes something that cannot
-    be restored.
+    """True if the autograd graph of this forward is not kept, because the forward is to be recomputed. (It is not
+    recomputed if it changes something that cannot be restored.)
     """
     recomputing: bool = False
-    """True if the forward is run again for its graph: code that counts forwards must not count this one."""
+    """True if this forward repeats an earlier one to make its autograd graph: code that counts forwards must not count
+    it.
+    """
     stage: int = 0
-    """The stage that runs; a module in several stages is called by each of them."""
+    """The number of the stage that runs. A module in several stages is called by each of them."""
     is_last: bool | None = None
-    """True if no further micro-batch of the mini-batch comes to this stage; None: micro-batches arrive in the order of
-    their index.
+    """True if this stage runs no further micro-batch of the mini-batch after this one; None if it runs micro-batches in
+    the order of their indices.
     """
     mini_batch: object = None
-    """An object that identifies the mini-batch: all its micro-batches have the same one; None: not known."""
+    """An object that identifies the mini-batch, shared by all its micro-batches; None if unknown."""
 
     def in_run(self, *, checkpointing: bool = False, recomputing: bool = False) -> MicroBatch:
-        """Return a copy with other flags for another run; faster than ``dataclasses.replace``."""
+        """Return a copy for another run of the forward, with the given flags; faster than ``dataclasses.replace``."""
         about = self.index, self.count, self.weight, checkpointing, recomputing
         return MicroBatch(*about, self.stage, self.is_last, self.mini_batch)
 
@@ -59,21 +61,21 @@ class _ThreadMicroBatch(threading.local):
 
 
 this_thread = _ThreadMicroBatch()
-"""``this_thread.micro_batch`` is the micro-batch that this thread runs. Callers that set it themselves must use
-:func:`count_threads`."""
+"""``this_thread.micro_batch`` is the micro-batch that this thread runs. Code that sets it directly must also
+call :func:`count_threads`."""
 _lock = threading.Lock()
 _threads = 0  # the number of threads that run pipelines now
 
 
-# torch.compile must not trace this function, because it would treat a thread-local value as a constant. It may trace
-# ``micro_batch``, because it reads the global number in every call.
+# torch.compile must not trace this function, because it would treat the thread-local value as a constant. It may trace
+# ``micro_batch``, because compiled code checks the global ``_threads`` in every call.
 @compiler_disable
 def _of_this_thread() -> MicroBatch | None:
     return this_thread.micro_batch
 
 
 def micro_batch() -> MicroBatch | None:
-    """Return the micro-batch that a stage of a pipeline runs on this thread; None outside of a stage's forward.
+    """Return the micro-batch whose forward a stage runs on this thread; None outside of a stage's forward.
 
     All calls within one forward return the same object; every mini-batch has new objects.
     """
@@ -81,7 +83,7 @@ def micro_batch() -> MicroBatch | None:
 
 
 def is_checkpointing() -> bool:
-    """Return whether this is a forward whose graph is not kept, because the pipeline will recompute it."""
+    """Return whether this is a forward whose autograd graph is not kept, because the pipeline will recompute it."""
     current = micro_batch()
     return current is not None and current.checkpointing
 
@@ -94,7 +96,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def running(micro_batch: MicroBatch) -> Iterator[None]:
-    """Within the block, make ``micro_batch`` the one whose forward this thread runs."""
+    """Within the block, make ``micro_batch`` the current micro-batch of this thread."""
     count_threads(1)
     before, this_thread.micro_batch = this_thread.micro_batch, micro_batch
     try:
@@ -106,7 +108,9 @@ def running(micro_batch: MicroBatch) -> Iterator[None]:
 
 @contextmanager
 def in_pipeline(stream: RandomStream) -> Iterator[None]:
-    """In the block, count this thread as running a pipeline; between actions it draws from ``stream``."""
+    """Within the block, count this thread as running a pipeline, and make it draw random numbers from ``stream``
+    between actions.
+    """
     streams = random_streams.this_thread
     outer, outer_stream = this_thread.micro_batch, streams.stream
     count_threads(1)
@@ -147,16 +151,19 @@ def keeps_counts(layer: nn.Module) -> bool:
 
 
 def has_capacity(layer: nn.Module) -> bool:
-    """Return whether the layer may drop tokens of a call past a number that depends on the call's tokens."""
+    """Return whether the layer may drop tokens beyond a capacity that depends on the number of tokens in the call."""
     if not isinstance(layer, MoE) or layer.capacity_factor is None:
         return False
-    # The choices of a token differ in pymoe's own router, so that an expert takes every token at most once.
+    # pymoe's own router chooses distinct experts for a token, so an expert takes every token at most once.
     choices = layer.router.top_k if isinstance(layer.router, Router) else 1
     return layer.capacity_factor * choices < layer.num_experts
 
 
 def with_auxiliary_losses(function: Function, module: nn.Module) -> Function:
-    """Return a stage's ``function`` with the auxiliary losses in ``module`` weighted by the running micro-batch."""
+    """Wrap a stage's ``function`` so that auxiliary losses in ``module`` get the running micro-batch's weight.
+
+    Return ``function`` itself if there are no such losses.
+    """
     losses = [part for part in module.modules() if isinstance(part, AuxiliaryLosses)]
     return partial(_weighted, function, losses) if losses else function
 

@@ -1,10 +1,10 @@
-"""Reads Python values whose reading can fail (cells of closures, slots), and recognises numpy arrays, random number
-generators, and code of Python and of packages.
+"""Reads variables that may have no value (cells of closures, slots), and recognises numpy arrays, random number
+generators of Python and numpy, and modules whose code is assumed not to change.
 
 Two walks over values and everything in them use this module. A capture's walk (``capture/contents.py``) compares values
 of any class by contents, at any depth, to notice that a graph has become invalid. A stage's walk
-(``execution/held_values.py``) compares identities before and after every forward, in microseconds, and finds what it
-can put back.
+(``execution/held_values.py``) compares identities before and after every forward, in microseconds, and finds what can
+be restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MISSING = _Missing.MISSING
 
 
 def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
-    """Return the contents of a closure's cell; ``missing`` for a variable that has no value yet."""
+    """Return the contents of a closure's cell; ``missing`` if its variable has no value."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -35,14 +35,14 @@ def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
 
 
 def held_by(function: FunctionType) -> list[Any]:
-    """Return the values in a function's closure and its defaults."""
+    """Return the values in a function's closure, and the defaults of its arguments."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # a cell that super() uses
     return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def value_in_slot(slot: Any, value: Any) -> Any:
-    """Return the value of an object's slot, given as a member of its class; ``MISSING`` if nothing was assigned."""
+    """Return what the object ``value`` has in ``slot``, a member of its class; ``MISSING`` if nothing was assigned."""
     try:
         return slot.__get__(value)
     except AttributeError:
@@ -56,14 +56,14 @@ def is_numpy_array(value: Any) -> bool:
 
 
 class ForeignGenerator(NamedTuple):
-    """A random number generator of Python or numpy, with the methods of torch's."""
+    """Gives a random number generator of Python or numpy the methods of torch's generators."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
 
 
 def foreign_generator(value: Any) -> ForeignGenerator | None:
-    """Return a random number generator of Python or numpy with torch's methods; None for other values."""
+    """Return a generator of Python or numpy with torch's methods; None for other values and for ``SystemRandom``."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
     numpy_random = sys.modules.get("numpy.random")
@@ -80,6 +80,8 @@ def foreign_generator(value: Any) -> ForeignGenerator | None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether the Python module of this name is of Python, torch, numpy or pymoe: its code does not change."""
+    """Return whether a Python module, given by name, is part of Python, torch, numpy or pymoe, whose code is assumed
+    not to change.
+    """
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "numpy", "pymoe")

@@ -21,17 +21,17 @@ from pymoe.pipe.stages import INPUT, Pipeline, Source, StagedModel, Structure, p
 
 OTHER_NAMES_IN_STEP = {"loss": "loss_fn", "criterion": "loss_fn", "targets": "target", "labels": "target"}
 STEP_OPTIONS = ("target", "loss_fn", "schedule", "chunks", "reduction")
-"""The options of :meth:`pymoe.Pipe.step`, which takes all others for arguments of the model."""
+"""The options of :meth:`pymoe.Pipe.step`, which passes all other keyword arguments to the model."""
 
 
 class LayersAsStages(StagedModel):
-    """A model whose stages are one or several of its layers. A layer may be replaced later: the new one is run."""
+    """A model each of whose stages is one or more of its layers. If a layer is replaced later, the new layer is run."""
 
     module: nn.Sequential | nn.ModuleList
 
     def __init__(self, module: nn.Sequential | nn.ModuleList) -> None:
         self.module = module
-        self._one_at_a_time = StageLock()  # held by threads that find a layer replaced
+        self._one_at_a_time = StageLock()  # held by a thread that has found a layer replaced
         self._stand()
 
     @property
@@ -50,7 +50,7 @@ class LayersAsStages(StagedModel):
         return self.parts
 
     def _stand(self) -> None:
-        """Make the pipeline of the present layers. What was found out about earlier stages is dropped with them."""
+        """Make new stages of the present layers. Everything recorded about the earlier stages is dropped with them."""
         self._made: Pipeline | None = None
         made = self._fill()
         self._structure = Structure(self.module, self.parts, made)
@@ -60,7 +60,7 @@ class LayersAsStages(StagedModel):
     def _fill(self) -> Sequence[tuple[nn.Module, nn.Module]]:
         """Put the model's present layers into ``parts``.
 
-        Return the parts that are not modules of the model, each with the module whose layers it has.
+        Return the parts that are not modules of the model, each with the model's module whose layers it contains.
         """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class OwnStages(LayersAsStages):
 
     def _make_pipeline(self) -> Pipeline:
         self.devices = place(self.parts, self._places)
-        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: the items that other stages take
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: taken item -> output
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
@@ -137,7 +137,7 @@ class OwnStages(LayersAsStages):
 
 
 def _run_and_pick(part: nn.Module, items: Sequence[int | None], *values: Any) -> Sequence[Any]:
-    """Run a stage; return the items of its result that others take. The item None is the whole result."""
+    """Run a stage; return the given items of its result. The item None is the whole result."""
     result = part(*values)
     return [result if item is None else result[item] for item in items]
 
@@ -232,7 +232,7 @@ COMPILED = (
 
 
 def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequential]:
-    """Cut a model into groups of layers with the sizes in ``balance``; None: one layer each. Names are kept.
+    """Cut a model into groups of layers with the sizes in ``balance``; None: one layer each. Layers keep their names.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``, or has its own forward; ``balance`` is not a list of integers.
@@ -280,7 +280,7 @@ def _run(part: nn.Module, value: Any) -> Sequence[Any]:
 def _run_with_skips(
     part: nn.Module, takes: list[Key], sends: list[Key], pops: Counter[Key], value: Any, *taken: Any
 ) -> Sequence[Any]:
-    """Run layers that stash and pop, given skips of other stages; return the output and skips for others."""
+    """Run layers that stash and pop, given skips from other stages. Return the output, then skips for other stages."""
     skips = _StageSkips(zip(takes, taken, strict=True), sends, pops)
     with tracking(skips):
         value = part(value)
@@ -288,7 +288,7 @@ def _run_with_skips(
 
 
 class _StageSkips(InPlace):
-    """The skip tracker of a stage: keeps skips from its own layers and other stages for the layers that pop them."""
+    """The skip tracker of a stage: keeps skips of its own layers and other stages for the layers that pop them."""
 
     def __init__(self, taken: Iterable[tuple[Key, Any]], sends: list[Key], pops: Counter[Key]) -> None:
         super().__init__(pops.__getitem__)

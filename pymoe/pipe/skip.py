@@ -16,12 +16,12 @@
 
     model = nn.Sequential(Down(), Middle(), Up())
 
-The modules in between do not know of the skip. The model runs like any other; when it is cut into stages, a skip goes
+The modules in between are not involved. The model runs like any other; when it is cut into stages, a skip goes
 from the stage of its stash straight to the stages of its pops.
 
-A skippable module only knows names. It hands values that it stashes to the tracker of its thread, and asks the tracker
-for values that it pops. Outside a pipeline the tracker is an ``InPlace``, which keeps skips for the modules that run
-next in the same thread. Inside, it is the pipeline's own tracker, which sends them to other stages.
+A skippable module names its skips, and nothing more. It hands values that it stashes to the tracker of its thread, and
+asks the tracker for values that it pops. Outside a pipeline the tracker is an ``InPlace``, which keeps skips for the
+modules that run next in the same thread. Inside, it is the pipeline's own tracker, which sends them to other stages.
 
 The interface comes from torchgpipe (Kim et al., 2020: "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
 Models"). Here a stash may have any number of pops.
@@ -100,7 +100,7 @@ class SkipTracker(Protocol):
 
 
 _lock = threading.Lock()
-_poppers: dict[str, weakref.WeakSet[Any]] = {}  # living modules, by the skip that they pop
+_poppers: dict[str, weakref.WeakSet[Any]] = {}  # live modules, by the name of a skip that they pop
 
 
 def _count_pops(key: Key) -> int:
@@ -113,8 +113,9 @@ def _count_pops(key: Key) -> int:
 class InPlace:
     """The tracker for models that run outside of pipelines.
 
-    A skip is released when it has been popped as often as modules with its key exist. If two models have the same key
-    (a model and its copy), only the modules of one of them pop it, and the next stash releases it.
+    A skip is released once it has been popped as many times as there are live modules that pop its key. If two models
+    use the same key (such as a model and its copy), only the modules of one of them pop the skip, so it is kept until
+    the next stash under this key.
     """
 
     def __init__(self, count_pops: Callable[[Key], int] = _count_pops) -> None:
@@ -191,7 +192,7 @@ class stash(Generic[Value]):
 
     @property
     def tensor(self) -> Value:
-        """Return the value."""
+        """Return ``value``, under torchgpipe's name."""
         return self.value
 
     @tensor.setter
@@ -231,7 +232,7 @@ class Skippable(nn.Module):
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
         with _lock:
-            for name in cls.poppable_names:  # in the namespace that the name has when pops are counted
+            for name in cls.poppable_names:  # its namespace is looked up when pops are counted
                 _poppers.setdefault(name, weakref.WeakSet()).add(self)
         return self
 
@@ -269,11 +270,11 @@ class Skippable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def stashable(self) -> list[Key]:
-        """Return the names that the module stashes, each with its namespace; sorted by name."""
+        """Return the keys of the skips that the module stashes, sorted by name."""
         return [self.key_of(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Key]:
-        """Return the names that the module pops, each with its namespace; sorted by name."""
+        """Return the keys of the skips that the module pops, sorted by name."""
         return [self.key_of(name) for name in sorted(self.poppable_names)]
 
     def key_of(self, name: str) -> Key:
@@ -349,7 +350,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                     raise TypeError(f"{type(self).__name__} overrides the forward of a skippable module: decorate it")
                 entered = self.__dict__.setdefault("_entered", set())
                 if Driven in entered:
-                    # The decorated class may call `super(Name, self).__init__()`, and the name now means the subclass.
+                    # The decorated class may call `super(Name, self).__init__()`, where Name is now this subclass.
                     super(cls, self).__init__(*args, **kwargs)
                     return
                 entered.add(Driven)
@@ -393,7 +394,7 @@ def _dispatch(
 
 
 def _run(module: Skippable, output: Any) -> Any:
-    """Carry out for ``module`` the commands of ``output``, if it is a generator of commands, and return the result."""
+    """Return ``output`` or, if it is a generator, carry out its commands for ``module`` and return its result."""
     tracker = current_tracker()
     stashed: dict[str, Any] = {}
     popped: set[str] = set()
@@ -429,7 +430,10 @@ def _run(module: Skippable, output: Any) -> Any:
 def _drive(
     module: Skippable, output: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Return ``output``, or the result of a generator of commands. Errors are raised at a command's ``yield``."""
+    """Return ``output``; if it is a generator, have the handlers carry out its commands, and return its result.
+
+    An error of a handler is raised at the command's ``yield``.
+    """
     if not isinstance(output, Generator):
         return output
     outer, _running.innermost = _running.innermost, module
@@ -515,7 +519,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
     """Return the routes of all skips of a model that was cut into ``parts``, in the order of their stashes.
 
-    The model is one that :func:`verify_skippables` accepts.
+    The model must be one that :func:`verify_skippables` accepts.
     """
     routes: dict[Key, list[int]] = {}  # the part that stashes, and the parts that pop
     for number, part in enumerate(parts):

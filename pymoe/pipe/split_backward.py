@@ -9,19 +9,21 @@ The **input side** of the graph consists of the nodes from which an input can be
 to a node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of
 weights. Weight sides that share a node (for example a weight that is used twice) are connected.
 
-An edge from the input side to a weight side can be **deferred** if its node can compute the gradients of its edges one
-by one. Then the weight side waits for part two. If any edge to a weight side cannot be deferred, all weight sides
-connected to it belong to part one, so that none of their nodes runs twice. These nodes can defer:
+An edge from the input side to a weight side can be **deferred** if the node where it begins can compute the gradients
+of its edges one by one. Then the weight side waits for part two. If any edge to a weight side cannot be deferred, all
+weight sides connected to it belong to part one, so that none of their nodes runs twice. These nodes can defer:
 
 - Nodes of torch whose derivatives are computed one by one, each only if it is asked for (:data:`ONE_BY_ONE`). A node
-  whose saved tensors are packed by hooks is left whole: a checkpoint would run its forward twice.
+  whose saved tensors are packed by hooks cannot defer: with a checkpoint, unpacking them twice would run the forward
+  twice.
 - An ``autograd.Function`` with a class attribute ``backward_in_parts = True``. Its ``backward`` is then called up to
   twice, each time with a ``ctx.needs_input_grad`` that asks for some of the gradients only, and must compute only
-  those, from the same saved tensors. The first call may leave shared results on ``ctx``. Gradients of outputs that have
-  none are zeros in the second call, even if the function has turned off their materialization; or None if it says
-  ``takes_missing_gradients = True`` as well. Functions without ``backward_in_parts`` are called once.
+  those, from the same saved tensors. The first call may leave shared results on ``ctx``. In the second call, the
+  gradient of an output that received none is zeros, even if the function has turned off materialization; it is None
+  only if the class also has ``takes_missing_gradients = True``. Functions without ``backward_in_parts`` are called
+  once.
 
-In a graph with nodes of ``torch.compile`` no node can defer: such nodes run only in graphs that are not kept.
+In a graph with nodes of ``torch.compile`` no node can defer: compiled nodes run only in a pass that frees the graph.
 """
 
 from __future__ import annotations
@@ -41,22 +43,24 @@ from pymoe.autograd.isolated_graph import differentiate
 
 
 class SplitBackward:
-    """A backward pass in two parts, on any threads: the constructor runs the first part, and a call runs the second.
+    """A backward pass in two parts: the constructor runs the first, and :meth:`weight_gradients` the second.
 
-    It adds nothing to ``.grad``. Hooks of tensors within the graph run in one of the parts, as in a whole backward
-    pass. Hooks of leaves do not run, because they are meant for sums over all micro-batches. Hooks of deferred nodes
-    (``Node.register_hook``) get the gradients that the first part computes. The sums are those of a whole backward
-    pass, bit for bit; the order of a sum may differ only if the graph uses a weight three or more times in different
-    ways (for example, also transposed).
+    The parts may run on different threads.
+
+    Neither part adds anything to ``.grad``. Hooks of tensors within the graph run in one of the parts, as in a whole
+    backward pass. Hooks of leaves do not run, because they are meant for sums over all micro-batches. Hooks of deferred
+    nodes (``Node.register_hook``) get the gradients that the first part computes. The sums are those of a whole
+    backward pass, bit for bit; the order of a sum may differ only if the graph uses a weight three or more times in
+    different ways (for example, also transposed).
 
     Args:
         roots: where the backward pass begins. A root that is None is skipped, together with its gradient.
         grads: for every root a gradient of its shape, or None.
         inputs: where the graph begins. Nodes behind them never run.
         leaves: all tensors within the graph whose gradients are wanted, each once.
-        is_compiled: whether there are nodes of ``torch.compile``.
+        is_compiled: whether the graph has nodes of ``torch.compile``.
 
-    Raises what the graph raises.
+    Both parts raise whatever the nodes of the graph raise.
     """
 
     input_gradients: tuple[Tensor | None, ...]
@@ -96,10 +100,13 @@ class SplitBackward:
         self._late_leaves = {number: leaves[number] for number in cut.late_leaves}
 
     def weight_gradients(self) -> tuple[Tensor | None, ...]:
-        """Run the second part, once, and release the graph, even after a failure.
+        """Run the second part, and release the graph, even if the part fails.
 
         Returns:
             A gradient for each of ``leaves``; None for a leaf on which the roots with gradients do not depend.
+
+        Raises:
+            RuntimeError: this was called before.
         """
         deferred, roots, leaves = self._deferred, self._late_roots, self._late_leaves
         if deferred is None:
@@ -140,8 +147,8 @@ def cut_graph(
 ) -> GraphCut:
     """Cut the graph between ``roots``, where backward passes begin, and ``inputs``, where they end.
 
-    ``leaves`` has the number of every tensor whose gradient is wanted, by its id. Nothing is deferred if there are
-    nodes of ``torch.compile``.
+    ``leaves`` maps the id of every tensor whose gradient is wanted to its number. No edge is deferred if the graph has
+    nodes of ``torch.compile`` (``is_compiled``).
     """
     behind = set(inputs)
     # For every node except the roots: the nodes with edges to it, and the indices of these edges.
@@ -281,12 +288,12 @@ class _WithinBackward(torch.autograd.Function):
 
 
 class DeferredGradients:
-    """Keeps the gradients that reach nodes in part one, after all hooks, for the weights' gradients in part two."""
+    """Records the gradients that reach nodes with deferred edges, and computes those of the edges in part two."""
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}  # in the order in which the nodes have run
-        # Python functions only: index of the input of each edge; -1 if it has none.
+        # For autograd Functions: the index of the input that each edge is for; -1 for an edge that leads nowhere.
         self._places: dict[Any, list[int]] = {}
         self._hooks: list[Any] = []
 
@@ -309,10 +316,10 @@ class DeferredGradients:
         self._hooks = []
 
     def gradients(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Run the recorded nodes only for the deferred gradients; return these gradients and their edges.
+        """Run the nodes again, for the deferred gradients only. Return the deferred edges and their gradients.
 
-        torch's nodes ask the running backward pass which of their edges are needed. So this starts a pass that asks for
-        the weight sides, runs the nodes by hand within it, and then ends it.
+        torch's nodes ask the running backward pass which of their edges are needed. So this method starts a pass that
+        needs the weight sides, runs the nodes by hand within it, and then ends the pass.
         """
         found: list[tuple[GradientEdge, Tensor]] = []
         devices: dict[torch.device, list[Node]] = {}
@@ -373,7 +380,7 @@ def _is_leaf(edge: GradientEdge) -> bool:
 
 
 def _about(edge: GradientEdge) -> Any:
-    """Return shape, dtype and device of the gradient of an edge."""
+    """Return an object with the shape, dtype and device of the gradient that passes along an edge."""
     return edge.node._input_metadata[edge.output_nr]  # type: ignore[attr-defined]
 
 

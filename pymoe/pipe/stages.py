@@ -28,7 +28,7 @@ INPUT = -1
 
 
 class Source(NamedTuple):
-    """Names where a value comes from: an output of a stage, or, with the stage ``INPUT``, an input of the pipeline."""
+    """The origin of a value: an output of a stage or, if the stage is ``INPUT``, an input of the pipeline."""
 
     stage: int
     number: int
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A part of a model, as a function of values. A value is a tensor, any nested structure of tensors, or anything."""
+    """A part of a model, as a function of values: tensors, nested structures of tensors, or any other objects."""
 
     function: Callable[..., Sequence[Any]]
     """Takes the values of ``inputs`` and returns ``outputs`` values."""
@@ -50,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """Stages in an order in which they can run: each takes values that earlier stages have made."""
+    """Stages in an order in which they can run: each takes inputs of the pipeline and outputs of earlier stages."""
 
     stages: tuple[Stage, ...]
     inputs: int
@@ -60,7 +60,7 @@ class Pipeline:
 
     @cached_property
     def uses(self) -> Mapping[Source, int]:
-        """Return how often every value is used: by stages, and once more if it is an output."""
+        """Return how often every value is used: once per time that a stage takes it, and once if it is an output."""
         uses = Counter(source for stage in self.stages for source in stage.inputs)
         uses.update(set(self.outputs))
         return uses
@@ -91,10 +91,10 @@ class StagedModel(ABC):
     parts: tuple[nn.Module, ...]
     """The modules of the stages, whose parameters and buffers are the model's own."""
     devices: tuple[torch.device | None, ...]
-    """The devices of the stages; None: where the model was."""
+    """The devices of the stages; None for stages that stay where the model was."""
 
     loss_spec: Any = None
-    """The place of the loss in the model's output, if the user has given it."""
+    """Where the loss is in the model's output, as given by the user; None if not given."""
     hooks_are_pipes = False
     """True if a call of the pipe must run the hooks of ``module``, because nothing else runs them."""
 
@@ -136,7 +136,7 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return stages that run ``functions``, one for each part; losses that a part injects are weighted."""
+        """Return stages that run ``functions``, one for each part, and that weight the losses injected by the part."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -149,14 +149,16 @@ class StagedModel(ABC):
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """Return the values of the pipeline's inputs for every micro-batch, then ``others``, split the same way."""
+        """Split a call of the model. Every micro-batch has the values of the pipeline's inputs, then its part of each
+        of ``others``.
+        """
         parts = split((*args, *kwargs.values(), *others), chunks)
         last = len(args) + len(kwargs)
         values = [[*self.flatten_inputs(*_call(part, args, kwargs)), *part[last:]] for part in parts.values]
         return MicroBatches(values, parts.rows)
 
     def arguments(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
-        """Return the arguments of the model for every micro-batch."""
+        """Return the arguments with which the model would be called for every micro-batch."""
         return [_call(part, args, kwargs) for part in split((*args, *kwargs.values()), chunks).values]
 
     def output(self, outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> Any:
@@ -178,7 +180,7 @@ class StagedModel(ABC):
         return False
 
     def code(self, stage: int) -> str:
-        """Return a readable text of what a stage does."""
+        """Return a readable text that shows what a stage does."""
         return f"# stage {stage}\n{self.parts[stage]!r}"
 
     def extra_repr(self) -> str:
@@ -187,7 +189,7 @@ class StagedModel(ABC):
 
 
 def _call(part: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return a call's arguments, from a micro-batch's values in the order of the mini-batch's leaves."""
+    """Return ``(args, kwargs)`` for a micro-batch, from its values ``part`` in the order of ``args`` and ``kwargs``."""
     first, last = len(args), len(args) + len(kwargs)
     return part[:first], dict(zip(kwargs, part[first:last], strict=True))
 
@@ -201,8 +203,8 @@ def place(
     """Move every part to its device, and return the devices. With ``devices=None`` the parts stay where they are.
 
     Raises:
-        ValueError: the number of devices differs from the number of parts, one cannot be used, or parts on different
-            devices share a parameter.
+        ValueError: the number of devices differs from the number of parts, a device cannot be used, or parts on
+            different devices share a parameter.
     """
     if devices is None:
         return (None,) * len(parts)
@@ -231,7 +233,7 @@ def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor
 
 
 def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
-    """For every parameter that several parts share, yield its name in each of them."""
+    """For every parameter that several parts share, yield its name in each of these parts, by the part's number."""
     users: dict[int, dict[int, str]] = {}
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():
@@ -248,9 +250,9 @@ class Structure:
     """A record of the submodules, at all depths, of a model and of its stages.
 
     Args:
-        model: the model.
+        model: the model that was cut into stages.
         parts: the modules of the stages.
-        made: the modules in ``parts`` that a pipe has made, each with the module whose layers they hold.
+        made: the modules in ``parts`` that a pipe has made, each with the model's module whose layers it contains.
     """
 
     def __init__(
@@ -272,7 +274,7 @@ class Structure:
         )
 
     def refuse_other_names(self) -> None:
-        """Raise RuntimeError if the names of the model's layers have changed, because the cut does not fit them."""
+        """Raise RuntimeError if the names of the model's layers have changed, because the stages no longer fit."""
         now = self._model._modules
         if now is not self._shown or [*now] != [*self._layers]:
             raise RuntimeError(
@@ -302,7 +304,7 @@ def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
 
 
 def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Module | None]) -> str:
-    """Describe which modules are new and which are gone."""
+    """Describe which modules are new and which are gone, or, if there are none, the names then and now."""
 
     def without(some: Mapping[str, nn.Module | None], others: Mapping[str, nn.Module | None]) -> str:
         return ", ".join(
@@ -351,10 +353,10 @@ class Whole:
 
 
 class MicroBatches(NamedTuple):
-    """The values of micro-batches, and their numbers of rows."""
+    """The values of all micro-batches, and the number of rows of each."""
 
     values: list[list[Any]]
-    """Parts of every value, by micro-batch."""
+    """For each micro-batch, its part of every value."""
     rows: list[int]
 
     @property
@@ -365,8 +367,7 @@ class MicroBatches(NamedTuple):
 
 
 def split(values: Sequence[Any], chunks: int) -> MicroBatches:
-    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or one part per row if there are fewer
-    rows.
+    """Cut the tensors in ``values`` along dimension 0 into ``chunks`` parts, or fewer: at most one per row.
 
     Sizes differ by one at most, the larger ones first, as in ``torch.tensor_split``. Tensors without dimensions, values
     that are not tensors, and :class:`Whole` values go to every micro-batch.
@@ -435,7 +436,7 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def mean(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return the loss of a mini-batch, a mean over its rows, from the losses of its micro-batches."""
+    """Return the loss of a mini-batch, a mean over its rows: the weighted sum of the losses of its micro-batches."""
     if len(losses) == 1:
         return losses[0]
     return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum(0)
@@ -469,7 +470,7 @@ class StageInfo:
     takes: tuple[Source, ...]
     """The stage's inputs: outputs of other stages, or inputs of the pipeline (stage -1)."""
     gives: int
-    """The number of values that the stage makes for other stages."""
+    """The number of values that the stage makes for other stages or as outputs of the model."""
 
 
 @dataclass(frozen=True)
@@ -489,7 +490,7 @@ class PipeInfo:
 
     @property
     def graph(self) -> fx.Graph:
-        """Return the stages as calls of modules ``submod_0``, ``submod_1`` and so on, each of which returns a list."""
+        """Return a graph that calls one module per stage: ``submod_0``, ``submod_1``, ... Each returns a list."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"input_{number}") for number in range(self.inputs)]
         made: list[dict[int, fx.Node]] = []
@@ -517,7 +518,7 @@ class PipeInfo:
 
 
 def outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the model's outermost modules in ``part``, and of parameters outside of these."""
+    """Return the names of the model's outermost modules in ``part``, and of parameters outside of these modules."""
     names = {id(module): name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -554,7 +555,7 @@ def _words(source: Source, taker: int) -> str:
 
 
 class ByStage(dict[int, str]):
-    """Maps numbers of stages to items, and also takes PiPPy's names: ``"submod_0"`` is the item of stage 0."""
+    """Maps numbers of stages to items, and also accepts PiPPy's names as keys: ``"submod_0"`` is the key 0."""
 
     def __missing__(self, key: Any) -> str:
         number = key.removeprefix("submod_") if isinstance(key, str) else ""

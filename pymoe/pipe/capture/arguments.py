@@ -1,4 +1,4 @@
-"""Describes the arguments of a call, as a flat list of leaves with their names and free dimensions. Checks that a later
+"""Describes the arguments of a call, as a flat list of leaves with names and free dimensions, and checks that a later
 call fits the capture: kinds of leaves, sizes of tensors, and conditions on sizes that the model's code has tested.
 """
 
@@ -36,7 +36,7 @@ class Like(NamedTuple):
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self) -> Tensor:
-        """Return another example tensor, with arbitrary values."""
+        """Return a new tensor that fits the description, with uninitialised values."""
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         return made.requires_grad_(self.requires_grad)
 
@@ -76,7 +76,9 @@ class Arguments:
                 )
 
     def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``, with dtypes and ``requires_grad`` of tensors as in ``call``."""
+        """Return an example call, ``(args, kwargs)``. Its tensors have new values, and the dtypes and ``requires_grad``
+        of the leaves ``call`` if these are given, or else of the capture's example.
+        """
         leaves = []
         for leaf, other in zip(self.examples, call or self.examples, strict=True):
             if isinstance(leaf, Like):
@@ -87,7 +89,7 @@ class Arguments:
         return args, kwargs
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the leaves of a call, in the order of ``names``.
+        """Return the leaves of a call of the model, in the order of ``names``.
 
         Raises:
             TypeError: the call's signature, or the structure of an argument, differs from the captured one.
@@ -164,10 +166,10 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield the ways to capture a model, in the order in which they are to be tried.
 
-    With ``dynamic_shapes``, in the form of ``torch.export.export``, only these dimensions are free. Otherwise: all
-    dimensions, then the first of each tensor, then none. If dimensions are free, sizes 0 and 1 are first allowed and
-    then not. Without ``dynamic_shapes``, dimensions where the example has size 0 or 1 are not free, because torch takes
-    another path for these sizes.
+    With ``dynamic_shapes``, in the form of ``torch.export.export``, only these dimensions are free. Otherwise all
+    dimensions are free, then the first dimension of each tensor, then none. If dimensions are free, sizes 0 and 1 are
+    first allowed and then not. Without ``dynamic_shapes``, dimensions where the example has size 0 or 1 are not free,
+    because torch takes another path for these sizes.
     """
     from torch.export import Dim
 
@@ -225,7 +227,7 @@ class InputChecks:
 
     arguments: Arguments
     sizes: dict[int, tuple[Any, ...]]
-    """Sizes of the leaves that are tensors, by the number of the leaf."""
+    """The sizes of every leaf that is a tensor, by the number of the leaf."""
     conditions: dict[Any, str]
     """Conditions on free sizes under which the model's code takes the captured path: expressions, each with the line of
     code that tested it, if known.
@@ -236,7 +238,7 @@ class InputChecks:
     """The line of code that fixed a size, by (leaf, dimension)."""
 
     def check(self, values: Sequence[Any]) -> None:
-        """Raise ValueError, naming argument and dimension, for leaves that do not fit."""
+        """Raise ValueError if the leaves ``values`` do not fit; the message names the argument and the dimension."""
         arguments = self.arguments
         if len(values) != len(arguments.names):
             raise ValueError(f"expected {len(arguments.names)} leaves, as in the capture, got {len(values)}")
@@ -314,7 +316,7 @@ def _check_kind(name: str, example: Like, value: Any) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype; a model may change its precision, so dtypes of one kind can replace each other."""
+    """Return the kind of a dtype. Dtypes of the same kind fit each other, because a model may change its precision."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -345,7 +347,10 @@ _TRIED = (2, 3, 4, 5, 7, 8, 16, 64, 1021, 2**20)
 
 @contextmanager
 def where_sizes_are_asked(environment: Any) -> Iterator[None]:
-    """In the block, record for :func:`conditions_asked` which lines test sizes in ``environment``, a ``ShapeEnv``."""
+    """Within the block, record which lines of code test sizes in ``environment``, a ``ShapeEnv`` or None.
+
+    :func:`conditions_asked` returns the record.
+    """
     if environment is None:
         yield
         return
@@ -355,18 +360,20 @@ def where_sizes_are_asked(environment: Any) -> Iterator[None]:
 
 
 class _ShapeGuards(list[Any]):
-    """The guards of a shape environment, and for each the line of the user's code that led to it."""
+    """The guards of a shape environment, and for each guard the line of the user's code that led to it."""
 
     def __init__(self, guards: Sequence[Any]) -> None:
         super().__init__(guards)
         self.places = [""] * len(guards)
         self.answers: list[tuple[Any, str]] = []
         """Conditions that the model's own code has tested, each with its line; a condition that was false is negated.
-        Tests whose answer torch knew already are included, although torch adds no guard for them.
+        Conditions whose answer torch already knew are included, although torch adds no guards for them.
         """
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's test of a condition on sizes, wrapped to record the tests of the model's code."""
+        """Wrap ``evaluate``, torch's evaluation of a symbolic condition on sizes, so that conditions evaluated by the
+        model's own code are recorded in ``answers``.
+        """
         import sympy  # type: ignore[import-not-found, import-untyped]
 
         def listener(node: Any, *more: Any, **named: Any) -> Any:
@@ -398,7 +405,7 @@ def _users_line(frame: FrameType | None) -> str:
 def _is_asked_by_model(frame: FrameType | None) -> bool:
     """Return whether Python code of the model, or of ``torch.nn``, converts a size to ``bool`` or ``int`` in ``frame``.
 
-    Operators also test sizes (to broadcast, for example), but they repeat the test when the graph runs, so that the
+    Operators also test sizes (to broadcast, for example), but they repeat the test whenever the graph runs, so the
     capture need not record it.
     """
     converted = False
@@ -425,7 +432,7 @@ def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
 
 
 def _holds_from_two(expression: Any) -> bool:
-    """Return whether a condition seems to hold for all sizes from 2 up, by trying some."""
+    """Return whether a condition seems to hold for all sizes from 2 up, judging by some that are tried."""
     symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
     if not symbols:
         return False

@@ -46,10 +46,10 @@ def capture(
     dynamic_shapes: Any = None,
     opaque: Opaque = (),
 ) -> Captured:
-    """Capture ``model``, in its present mode, as one graph, by ``torch.export``.
+    """Capture ``model``, in its present mode, as one graph with ``torch.export``.
 
     The graph computes what the model computes, with the same operators in the same order: outputs, gradients, changed
-    buffers and random numbers are equal bit by bit. The model stays exactly as it is, even after a failure.
+    buffers and random numbers are equal bit by bit. The model is not changed, even by a capture that fails.
 
     Python values are constants of the capture; ``Captured.guards`` checks that they have not changed. A submodule whose
     forward changes its attributes becomes opaque, with a warning; other changes of Python values by the model's code,
@@ -57,7 +57,7 @@ def capture(
     happen only during the capture.
 
     Args:
-        model: any module that ``torch.export`` takes.
+        model: a module that ``torch.export`` can trace.
         args: example arguments; sizes of at least 2 in every dimension that is to be free.
         kwargs: example keyword arguments.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default every one that the model's
@@ -73,7 +73,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # includes those that opaque modules change: a capture's changes are undone
+    external = ExternalValues(model)  # also of opaque modules: what they change must be restored
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules whose forward changes their attributes
@@ -104,7 +104,7 @@ def capture(
 
 
 def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) -> tuple[Any, ModelRun]:
-    """Return the program that ``torch.export`` makes, and the run of the model in which it was made.
+    """Try ``ways`` in order; return the first program that ``torch.export`` makes, and the run of the model for it.
 
     Raises:
         BoundaryInside: a stage boundary is inside an opaque module.
@@ -113,7 +113,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
     failure: BaseException | None = None
     for trial in ways:
         if failure is not None and branches_on_values(failure) and any(trial[0]):
-            continue  # a retry with other free dimensions will not help
+            continue  # other free dimensions would not help
         run = new_run()
         try:
             return _export(run, trial), run
@@ -188,7 +188,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """After the block, empty the ``caches`` that it has added to: entries may hold tensors without values."""
+    """After the block, empty the ``caches`` that it has added to: their entries may contain fake tensors."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -200,7 +200,7 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
-    """Make graphs in a fixed state (gradients on, no autocast). The caller's state applies when the graph runs."""
+    """Run the block in a fixed state (gradients on, no autocast). The caller's state applies when the graph runs."""
     config: Any = _torch_private.fx_config  # imported when it is first used
     with (
         torch.inference_mode(False),
@@ -229,12 +229,12 @@ class Captured:
 
     The nodes of ``graph``, in this order of kinds:
 
-    - a ``placeholder`` for every leaf of ``(args, kwargs)``, also for those that are not tensors: these are constants
-      of the capture and have no users;
+    - a ``placeholder`` for every leaf of ``(args, kwargs)``. Those for leaves other than tensors have no users, because
+      these leaves are constants of the capture;
     - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), and of
-      ``_constant_N`` for other tensors that the model's code holds;
-    - ``call_function``: operators, arithmetic on sizes, blocks with a state of their own (a ``Region``), and opaque
-      calls (``OpaqueCall``); the last three return lists;
+      ``_constant_N`` for other tensors that the model's code uses;
+    - ``call_function``: operators, arithmetic on sizes, blocks that set the grad mode or autocast (a ``Region``), and
+      opaque calls (``OpaqueCall``); the last two return lists;
     - one ``output`` with the list of output leaves.
 
     The graph module looks parameters and buffers up in the model's own modules, so it uses those that
@@ -250,19 +250,21 @@ class Captured:
     out_spec: pytree.TreeSpec
     training: bool
     guards: Callable[[nn.Module], Guards]
-    """Makes the guards (the capture's assumptions about Python) for the model, or another model with the same
-    submodules.
+    """Makes the guards, which check the capture's assumptions about Python, for the model or for another one with the
+    same submodules.
     """
 
 
 class Region:
-    """The target of a node for a block without gradients or in autocast: runs its graph so. Returns a list."""
+    """The target of a node for a block that sets the grad mode or autocast: sets it, runs the block's graph, and
+    returns a list of the results.
+    """
 
     def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
         self.__name__ = name
         self.graph = graph
         self.grad = grad
-        """True if gradients are recorded in the block; None: the same as outside."""
+        """Whether gradients are recorded in the block; None: the same as outside."""
         self.autocast = autocast
         """Arguments of ``torch.autocast`` for the block; None: the same as outside."""
 
@@ -278,7 +280,7 @@ class Region:
 
 
 def all_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield all nodes of ``graph``, and those of the regions in it."""
+    """Yield all nodes of ``graph``, and those of the regions in it, at any depth."""
     for node in graph.nodes:
         yield node
         if isinstance(node.target, Region):
@@ -300,7 +302,7 @@ class _Builder:
         self._inputs: dict[int, fx.Node] = {}  # placeholders of the exported graph, by leaf
         self._state: dict[str, fx.Node] = {}
         self.constants: dict[str, Tensor] = {}
-        # Shared parameters and buffers are known by their first name.
+        # The graph refers to a shared parameter or buffer by its first name.
         self._first_name: dict[int, str] = {}
         for name, value in (*run.model.named_parameters(), *run.model.named_buffers()):
             self._first_name.setdefault(id(value), name)
@@ -339,7 +341,7 @@ class _Builder:
         conditions, fixed = self._conditions()
         limits: dict[Any, tuple[int, int | None]] = {}
         for symbol, constraint in self._program.range_constraints.items():
-            # torch gives the lower bound 2 where operators treat 0 and 1 specially. It is not a condition of the model.
+            # torch gives the lower bound 2 where operators treat 0 and 1 specially. That is no condition of the model.
             low = int(constraint.lower) if constraint.lower > 2 else 0
             high = int(constraint.upper) if constraint.upper.is_number and constraint.upper < 2**40 else None
             if low or high is not None:
@@ -348,7 +350,7 @@ class _Builder:
         return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
 
     def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
-        """Return the graph's conditions on free sizes, and the lines that fixed other sizes."""
+        """Return the graph's conditions on free sizes with the lines that test them, and the lines that fixed sizes."""
         modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
         environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
         if environment is None:
@@ -397,7 +399,7 @@ class _Builder:
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
     """Replace torch's operators for blocks by regions, and markers of opaque calls by entries of ``calls``, in an
-    exported graph and in its blocks. Name modules in metadata as the model does.
+    exported graph and in its blocks. In the metadata of nodes, give modules the names that they have in the model.
     """
     hop = torch.ops.higher_order
     for node in reversed(list(module.graph.nodes)):  # reversed: users of a block before the node of the block
@@ -418,7 +420,7 @@ def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
 
 
 def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
-    """Return the graph of the block that a ``get_attr`` node fetches."""
+    """Resolve the graph of the block that a ``get_attr`` node fetches, and return it."""
     module = getattr(owner, str(node.target))
     assert isinstance(module, fx.GraphModule)
     _resolve(module, calls)
@@ -427,7 +429,7 @@ def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) ->
 
 
 def _users_meta(node: fx.Node) -> dict[str, Any]:
-    """Return the metadata of a node of an exported graph, with the model's names of the modules around it."""
+    """Return the metadata of a node of an exported graph, with the modules in it named as in the model."""
     meta = {key: value for key, value in node.meta.items() if key not in ("from_node", "custom")}
     if "nn_module_stack" in meta:
         meta["nn_module_stack"] = {
@@ -442,9 +444,9 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
     """Return the module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of
     ``constants``.
 
-    The module has no parameters of its own: its submodules share the dictionaries of the model's modules, so that they
-    use parameters and buffers that the model gets later. It contains opaque modules themselves. Its ``state_dict`` has
-    the model's keys for all modules that the graph uses.
+    The returned module has no parameters of its own: its submodules share the dictionaries of the model's modules, and
+    so use parameters and buffers that the model gets later. Opaque modules are in it as they are. Its ``state_dict``
+    has the model's keys for all modules that the graph uses.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
     _share(module, model)
@@ -463,7 +465,7 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
 
 
 def _module_at(path: str, root: nn.Module, model: nn.Module) -> nn.Module:
-    """Return the module of ``root`` that stands for the model's module at ``path``; make it if necessary."""
+    """Return the module in ``root`` that stands for the model's module at ``path``; make it if there is none."""
     here, original = root, model
     for name in path.split(".") if path else []:
         if here is original:  # an opaque module: the graph contains the module itself

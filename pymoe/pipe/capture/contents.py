@@ -37,7 +37,7 @@ class Holder(NamedTuple):
     """Describes how to read the contents of values of one class."""
 
     read: Callable[[Any], list[Any]] | None = None
-    """Returns the objects that a value holds: the same objects as long as nothing has changed."""
+    """Returns the objects that a value contains: the same objects as long as nothing has changed."""
     state: Callable[[Any], Any] | None = None
     """Returns the rest of a value's state, to be compared by ``==``."""
     names: Callable[[Any], list[str]] | None = None
@@ -51,7 +51,7 @@ class Holder(NamedTuple):
     is_plain: bool = False
     """True for a container or function whose contents all count as read."""
     is_fixed: bool = False
-    """True if the value always holds the same objects."""
+    """True if the value always contains the same objects."""
     glance: Callable[[Any], list[Any]] | None = None
     """A faster variant of ``read`` that may return more objects."""
 
@@ -63,17 +63,17 @@ _WATCHED_ELSEWHERE = (
     "subprocess torch typing"
 )
 _BY_IDENTITY = frozenset(_WATCHED_ELSEWHERE.split())
-"""Packages whose objects are compared by identity: locks, files, loggers, and random generators, whose use is watched
-elsewhere.
+"""Packages whose objects (locks, files, loggers, random generators) are compared by identity. The use of random
+generators is watched elsewhere.
 """
 _LOOKED_INTO = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.utils.data.")
-"""Modules of torch whose objects hold numbers that users change, and are therefore read."""
+"""Modules of torch whose objects are read all the same, because users change numbers in them."""
 
 SCALARS = frozenset({int, str, bytes, bool, float, type(None)})
 
 
 def is_users_object(value: Any) -> bool:
-    """Return whether a value is an object with attributes whose class is the user's."""
+    """Return whether a value is an object with attributes, of a class that the user wrote or of ``SimpleNamespace``."""
     kind = type(value)
     if kind.__module__ in ("builtins", "torch") or isinstance(value, _NO_OBJECTS):
         return False
@@ -90,7 +90,7 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return the :class:`Holder` that reads a value other than ``CONSTANTS``, or a member of an enumeration."""
+    """Return the :class:`Holder` that reads ``value``, which must be no constant (except a member of an enum)."""
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -112,9 +112,9 @@ def contents(value: Any) -> list[Any]:
 
 
 def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield the values and all objects that they hold, at any depth. Numbers and strings are left out, and so are
-    objects whose ids are in ``own`` or ``seen``, with everything in them. The ids of yielded objects are added to
-    ``seen``.
+    """Yield the values and all objects in them, at any depth, and add these objects to ``seen``, by id.
+
+    Numbers and strings are left out, and so are objects whose ids are in ``own`` or ``seen``, with everything in them.
     """
     queue = list(values)
     for value in queue:
@@ -127,7 +127,7 @@ def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> 
 
 
 def has_many_scalars(held: list[Any]) -> bool:
-    """Return whether a container holds numbers and strings alone, and too many to look at each."""
+    """Return whether a container's contents, ``held``, are only numbers and strings, and too many to look at each."""
     return len(held) >= 32 and set(map(type, held)) <= SCALARS
 
 
@@ -161,7 +161,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
 
 
 def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
-    """Return a :class:`Holder` that reads the contents that ``base`` reads, the object's attributes, and its class."""
+    """Return a :class:`Holder` that reads what ``base`` reads, the object's attributes, and its class."""
     about_class = [] if _is_finished(kind) else [kind]
     if not slots and not has_dict and not about_class:
         return base
@@ -180,7 +180,7 @@ def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Hol
 
 
 def dict_of(value: Any) -> Any:
-    """Return the dictionary of an object's attributes, bypassing its class; None if it has none."""
+    """Return the dictionary of an object's attributes, bypassing the code of its class; None if it has none."""
     try:
         if isinstance(value, threading.local):
             return value.__dict__  # a thread-local object: this thread's attributes
@@ -190,7 +190,9 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return a :class:`Holder` for objects of a class in C, of the state that ``pickle`` would save, if any."""
+    """Return a :class:`Holder` for objects of a class in C. Their state is what ``pickle`` saves; if it cannot save
+    ``value``, they are opaque.
+    """
     try:
         _bytes_of(value)
     except Exception:
@@ -205,13 +207,16 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether a class is of Python, torch, numpy or pymoe: assumed not to change, and not read."""
+    """Return whether a class is part of Python, torch, numpy or pymoe: it is assumed not to change, and is not read."""
     home: Any = kind.__module__
     return not isinstance(home, str) or is_installed(home)  # for a metaclass in C, ``home`` is a descriptor
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that are data, or functions."""
+    """Return the attributes of a class that can have state: all except ``_abc_*`` and dunders that are not functions.
+
+    Empty for classes of Python, torch, numpy and pymoe.
+    """
     if _is_finished(kind):
         return {}
     return {
@@ -278,8 +283,8 @@ _CONTAINERS: dict[type, Holder] = {
     weakref.ref: Holder(lambda value: [weakref.ref.__call__(value)]),
     threading.local: Holder(),
 }
-"""Containers, and how to read them. Subclasses may have more attributes. Derived classes come first, as the first match
-counts.
+"""Containers, and how to read them. Subclasses may have more attributes. Derived classes come before their bases,
+because the first match counts.
 """
 
 _VIEWS: dict[type, Holder] = {
@@ -292,7 +297,7 @@ _VIEWS: dict[type, Holder] = {
     memoryview: Holder(state=lambda value: (value.format, value.shape, value.tobytes())),
 }
 
-# Holders are found only by class, so this one has to read numpy arrays of every dtype.
+# Holders are chosen only by class, so this one has to read numpy arrays of every dtype.
 _ARRAY = Holder(
     lambda value: list(value.ravel()) if value.dtype.hasobject else [],
     lambda value: (str(value.dtype), value.shape, None if value.dtype.hasobject else value.tobytes()),

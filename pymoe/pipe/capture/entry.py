@@ -37,9 +37,9 @@ class ModelRun:
     attributes, and of Python values elsewhere, are undone after the run. An exception of the model is raised as
     :class:`Stopped`.
 
-    ``arguments``: those of the example call, including constants. ``external``: the values outside of the model that
-    its code may read and change. ``ambient``: the caller's state, as ``ambient_answers`` returns it. ``finds_line``:
-    look for the line that does something a graph cannot do, which takes much longer.
+    ``arguments``: the arguments of the example call, including constants. ``external``: the values outside of the model
+    that its code may read and change. ``ambient``: the caller's state, as ``ambient_answers`` returns it.
+    ``finds_line``: also find the line of code that does what a graph cannot do, which takes much longer.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ModelRun:
         self.side_effects: list[str] = []
         """Other changes that the run has made to Python values, as phrases that follow "it" in messages."""
         self.place: str | None = None
-        """The first line of code that made such a change, if it was searched for."""
+        """The first line of code that made a change that a graph cannot make, if it was searched for."""
         self._finds_line = finds_line
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
@@ -107,7 +107,7 @@ class ModelRun:
         return [leaf for _, leaf in paths if isinstance(leaf, COMPUTED_TYPES)]
 
     def users_changes(self) -> dict[str, list[str]]:
-        """Return the attributes that the run has changed, by module, except buffers and those of torch's layers."""
+        """Return the attributes that the run has changed, by module; buffers and torch's layers are left out."""
         found: dict[str, list[str]] = {}
         for name in dict.fromkeys(self.changed):
             if (path := _users_module(name, self.model)) is not None:
@@ -129,7 +129,7 @@ class ModelRun:
         }
 
     def _moved(self, before: dict[tuple[str, str], Snapshots]) -> list[str]:
-        """Return the names of values that the run read and changed, such as iterators from which it took values."""
+        """Return the names of values that the run read and changed, such as iterators that it advanced."""
         reads = self.recorder.reads.attributes
         found = (snapshots.change() for place, snapshots in before.items() if place in reads)
         return [name for name in found if name is not None]
@@ -138,7 +138,7 @@ class ModelRun:
     def _watching_side_effects(
         self, changed: Changes, before: dict[tuple[str, str], Snapshots]
     ) -> Iterator[SideEffects]:
-        """Record the changes of Python values in the block. Undo them after the block."""
+        """Record changes of Python values in the block, and undo them after the block."""
         side_effects = SideEffects(self.external.places, self.external.own)
         self.recorder.on_object = side_effects.add_object
 
@@ -164,8 +164,8 @@ class ModelRun:
 
 
 class ModelEntry(nn.Module):
-    """The module that ``torch.export`` gets: its ``forward`` calls ``run``. torch restores this module's attributes
-    afterwards, so the results are kept in ``run``.
+    """The module that ``torch.export`` gets: its ``forward`` calls ``run``. The results are kept in ``run``, because
+    ``torch.export`` restores this module's attributes.
     """
 
     def __init__(self, run: ModelRun) -> None:
@@ -185,7 +185,9 @@ class Stopped(BaseException):
 
 
 def _users_module(name: str, model: nn.Module) -> str | None:
-    """Return the name of the module with the attribute ``name``; None for buffers and torch's own layers."""
+    """Return the qualified name of the module that has the attribute with the qualified name ``name``; None for buffers
+    and for torch's own layers.
+    """
     path: list[str] = []
     module, steps = model, name.split(".")
     while steps and (child := module._modules.get(steps[0])) is not None:
@@ -210,13 +212,13 @@ def _write_back(name: str, before: Tensor | None, now: Tensor | None) -> None:
 
 
 _Watched = tuple[Callable[[], str | None], Callable[[], object]]
-"""Watches a random generator, or a value outside of the model: a function that returns a phrase for a change, which
-follows "it" in messages, or None; and a function that restores the state.
+"""Two functions that watch a random generator, or a value outside of the model. The first returns a phrase for a
+change, which follows "it" in messages, or None if nothing has changed. The second restores the earlier state.
 """
 
 
 class SideEffects:
-    """Watches random generators, and values outside of the model, from the time when it is made."""
+    """Watches random generators, and values outside of the model, for changes made after this object was made."""
 
     def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
         self._watches: list[Callable[[], _Watched]] = []  # each begins to watch something
@@ -234,7 +236,7 @@ class SideEffects:
                 self._add(partial(_watch_value, place, own))
 
     def add_object(self, name: str, value: Any) -> None:
-        """Watch ``value`` if it is a random generator of the user's own."""
+        """Watch ``value`` if it is a random generator of Python or numpy; ``name`` names it in messages."""
         if (generator := foreign_generator(value)) is not None:
             self._add_generator(f"draws random numbers from {name}", *generator)
 
@@ -288,8 +290,8 @@ def _set_torch_state(state: bytes) -> None:
 
 
 class LineFinder:
-    """Finds the line of the user's code after which something has happened: within ``with finder:`` it checks after
-    every line. ``files`` count as the user's code, too.
+    """Finds the line of the user's code after which ``has_happened`` is first true: within ``with finder:`` it is
+    called after every line. ``files`` count as the user's code, too.
     """
 
     def __init__(self, has_happened: Callable[[], bool], files: Container[str] = ()) -> None:

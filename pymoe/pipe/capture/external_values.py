@@ -1,8 +1,8 @@
 """Values outside of a model that its code may read: global variables, variables of enclosing functions, defaults.
 
-They are found by reading bytecode, not by running it: variables by name, and attributes of Python modules and classes
-that the code takes. The search covers the code of the model's classes and hooks, functions that this code names,
-functions in values that it reads, and methods of objects there, if some code names them.
+They are found by reading bytecode, not by running it: variables by name, and attributes that the code reads from Python
+modules and classes. The search covers the code of the model's classes and hooks, the functions that this code names,
+the functions in values that it reads, and the methods of objects in these values if any of the code names them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ExternalValue(NamedTuple):
-    """The place of a value outside of a model: a dictionary and a key, or a cell of a function."""
+    """The place of a value outside of a model: a dictionary and a key, an attribute, or a cell of a closure."""
 
     label: str
     where: Any
@@ -39,7 +39,7 @@ class ExternalValue(NamedTuple):
 
     @property
     def value(self) -> Callable[[Any], Any]:
-        """Return a function that returns the present value, or its argument if there is none."""
+        """Return a function that takes a default and returns the present value, or the default if there is none."""
         if self.key is None:
             return functools.partial(value_in_cell, self.where)
         if isinstance(self.where, Attributes):
@@ -90,26 +90,26 @@ def users_hooks(module: nn.Module) -> Iterator[Any]:
             while isinstance(function, functools.partial):
                 function = function.func
             named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
-            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):  # None: made by exec
+            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):  # it may be None
                 yield hook
 
 
 class ExternalValues:
-    """Finds the values outside of a model that its code may read, except for the code of modules named in ``opaque``.
+    """Finds the values outside of a model that its code may read. The code of modules named in ``opaque`` is left out.
 
-    ``read``: the attributes of the model's modules that its code reads. None: all of them.
+    ``read``: the values of the modules' attributes that the code reads; None: the values of all attributes.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str] = (), read: Iterable[Any] | None = None) -> None:
         self.places: list[ExternalValue] = []
         self.functions: list[ExternalValue] = []
-        """Variables that hold functions and classes of Python, torch and pymoe, which are assumed not to change."""
+        """Places with functions and classes of Python, torch and pymoe, which are assumed not to change."""
         self.caches: dict[int, Any] = {}
-        """The functions with ``functools.lru_cache`` that the model calls, by their ids."""
+        """The user's functions with ``functools.lru_cache`` that the model's code may call, by id."""
         self.files: set[str] = set()
         """Files of the model's classes."""
         self.own = frozenset(map(id, model.modules()))
-        """The ids of the model's modules, whose attributes are no external values."""
+        """The ids of the model's modules, whose attributes are not external values."""
         self._reads_all = read is None
         self._functions: set[int] = set()
         self._seen: dict[tuple[int, str], Any] = {}
@@ -136,7 +136,7 @@ class ExternalValues:
             self._data_of_class(kind)
 
     def _search(self, value: Any) -> None:
-        """Search the functions in a value at any depth, and the classes of the objects there."""
+        """Search the functions in a value, at any depth, and the classes of the objects in it."""
         for held in reachable([value], self.own, self._searched):
             if isinstance(held, type):
                 self._class(held, makes_objects=True)
@@ -146,7 +146,7 @@ class ExternalValues:
                 self._class(type(held), makes_objects=False)
 
     def _class(self, kind: type, makes_objects: bool) -> None:
-        """Search the methods of a class that the code names, or that Python calls implicitly. ``makes_objects``:
+        """Search those methods of a class that the code names, or that Python calls implicitly. ``makes_objects``:
         whether the code may make objects of the class, so that methods such as ``__init__`` are searched, too.
         """
         for base in kind.__mro__:  # super() may call methods that other classes override
@@ -234,7 +234,7 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search what a string constant may name (variable, module, builtin), in code that looks up names."""
+        """Search what ``text``, a string constant in code that looks up names, may name: a module, or variables."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -258,8 +258,9 @@ class ExternalValues:
             self._taken(ExternalValue(name, {name: module}, name), taken)
 
     def _taken(self, place: ExternalValue, taken: list[str]) -> None:
-        """Search a value and the attributes that the code reads from it, as long as these belong to Python modules and
-        classes. If the code takes no attribute of a user's Python module, search all of it.
+        """Search the value at ``place``, from which the code reads the chain of attributes ``taken``, as long as they
+        are attributes of Python modules and classes. If the code reads no attribute of a user's Python module, search
+        the whole module.
         """
         value = place.value(MISSING)
         if not isinstance(value, (types.ModuleType, type)):
@@ -308,7 +309,7 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAS
 
 
 def _is_pythons(module: str) -> bool:
-    """Return whether a Python module is of Python, torch or pymoe, whose functions are assumed not to change."""
+    """Return whether a Python module is part of Python, torch or pymoe, whose functions are assumed not to change."""
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "pymoe")
 

@@ -1,9 +1,9 @@
-"""Records what a model's code reads while it is captured (attributes, environment, the caller's state, and values of
-tensors), and checks that it still holds: the guards of a capture.
+"""Records what a model's code reads during a capture (attributes, the environment, the caller's state, and values of
+tensors), and checks later that none of it has changed: the guards of a capture.
 
-A graph refers to a tensor that is neither parameter nor buffer, so later writes to the tensor have an effect. But a
-number from ``.item()``, an index, or a fill value is a constant of the graph. Tensors from which such constants are
-made are therefore recorded.
+Tensors that are neither parameters nor buffers are part of the graph, so later writes to them take effect. But a number
+from ``.item()``, an index, or a fill value is a constant of the graph. Tensors from which such constants are made are
+therefore recorded.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def bytes_of(tensor: Tensor, missing: Any = None) -> bytes:
 
 
 class _Operators(TorchDispatchMode):
-    """Records the addresses of the real tensors that operators get (``seen``) and of those that are converted to a
-    number (``asked``), and whether a fake tensor whose value torch knows is converted (``asked_known``).
+    """Records the addresses of the real tensors that operators take (``seen``), of those that are converted to a number
+    (``asked``), and whether a fake tensor whose value torch knows is converted to a number (``asked_known``).
     """
 
     def __init__(self) -> None:
@@ -120,12 +120,12 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether a value is a real tensor, not one that stands for a value of the graph."""
+    """Return whether a value is a real tensor with memory, not one that stands for a value of the graph."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and _address(value) is not None
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether ``value`` is a fake tensor whose value torch knows, as of results of one-element tensors."""
+    """Return whether ``value`` is a fake tensor whose value torch knows, as it does for results of constants."""
     return isinstance(value, FakeTensor) and value.constant is not None
 
 
@@ -144,16 +144,18 @@ class Reads:
     """Everything that the model's code read during a capture."""
 
     attributes: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Attributes of modules, as qualified name of the module and name of the attribute, in the order of reading."""
+    """The attributes that were read, as (qualified name of the module, name of the attribute), in the order of reading.
+    """
     of_tensors: dict[tuple[str, str, str], dict[str, None]] = field(default_factory=dict)
-    """The names of the tensors' attributes that were read, by module, ``_parameters`` or ``_buffers``, and name of the
-    tensor.
+    """The names of the attributes that were read from parameters and buffers, by (qualified name of the module,
+    ``_parameters`` or ``_buffers``, name of the tensor).
     """
     environment: dict[str, str | None] = field(default_factory=dict)
+    """The environment variables that were read, with their values; None for a variable that did not exist."""
     all_variables: dict[str, str] | None = None
     """The whole environment, if the model's code has iterated over it."""
     ambient: Answers = field(default_factory=dict)
-    """Functions of torch about the caller's state that the model's code has called, and their results."""
+    """The functions of torch that the model's code has called to ask for the caller's state, and their results."""
     dtypes: bool = False
     """True if the model's code has read the dtype of a tensor."""
     values: TakenValues = field(default_factory=TakenValues)
@@ -188,17 +190,17 @@ _WHY_NO_ENTROPY = (
 )
 _SEEDS = ("initial_seed", "get_rng_state", "set_rng_state", "manual_seed", "seed")
 _ENTROPY = ((os, "urandom", False), (random, "_urandom", False), (random.Random, "seed", True))
-"""Functions that take random numbers from the operating system, and whether they do so only without a seed."""
+"""Functions that take random numbers from the operating system, as (owner, name, whether only without a seed)."""
 _OF_ENTROPY = tuple(str(module.__file__) for module in (random, secrets, tempfile, uuid))
-"""Files of Python that take such random numbers on behalf of their callers."""
+"""Files of the standard library whose functions take such random numbers on behalf of their callers."""
 
 
 Answers = dict[tuple[str, tuple[Any, ...]], Any]
-"""Values that torch's functions return about the state of this thread, by function and arguments."""
+"""What torch's functions return about the state of this thread, by name of the function and arguments."""
 
 
 def ambient_answers() -> Answers:
-    """Return the caller's state as torch reports it, and as the model's code gets it in a capture."""
+    """Return the present state as torch reports it. In a capture, the model's code gets that of the caller."""
     return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
 
 
@@ -210,15 +212,15 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 
 
 class ReadRecorder:
-    """Records what this thread reads within ``with recorder.on():``, except in :meth:`paused`.
+    """Records what the model's code reads on this thread within ``with recorder.on():``, except in :meth:`paused`.
 
-    The model's code gets the caller's state, ``ambient``, instead of the capture's.
+    If the model's code asks torch for its state, it gets the caller's, ``ambient``, instead of the capture's.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
         self.reads = Reads()
         self.on_object: Callable[[str, Any], None] = lambda name, value: None
-        """Called with an attribute's name and value when it is first read."""
+        """Called with the qualified name and the value of an attribute when the attribute is first read."""
         # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
         # torch.export also replaces parameters and buffers by stand-ins without their attributes, so the real tensors
@@ -235,8 +237,9 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``. The model's code gets the
-        value that it would have in the caller's grad mode, and other code gets ``real``, the present value.
+        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``: for the model's code the
+        value in the caller's grad mode, and for other code ``real``, the present value. A read by the model's code is
+        recorded.
         """
         if not self.hears(frame):
             return real
@@ -246,17 +249,19 @@ class ReadRecorder:
         return real and (self._ambient[key] or tensor.is_leaf)
 
     def hears(self, frame: FrameType, passed_over: tuple[str, ...] = ()) -> bool:
-        """Return whether ``frame`` reads on behalf of the model's code, so that the reading must be recorded."""
+        """Return whether code in ``frame`` reads on behalf of the model's code, so that this must be recorded."""
         return self._hears() and not _asked_by_library(frame, passed_over)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not record what the block reads."""
+        """Within the block, record nothing."""
         return patched((self, "_is_on", False))
 
     @contextmanager
     def on(self, functions: Sequence[ExternalValue] = ()) -> Iterator[None]:
-        """Record what the block reads of modules, of the environment, and of torch's state. ``functions``: places where
-        the model's code has torch's functions under its own names.
+        """Within the block, record what the model's code reads from modules, the environment, and torch's state. Raise
+        CaptureError if it asks for torch's seeds or for random numbers from the operating system.
+
+        ``functions``: places where the model's code has functions under names of its own, which are redirected, too.
         """
         self._plain = ambient_answers()
         environment: Any = type(os.environ)
@@ -374,7 +379,9 @@ class ReadRecorder:
     def _refused(
         self, function: Callable[..., Any], why: str, takes_seed: bool = False, passed_over: tuple[str, ...] = ()
     ) -> Callable[..., Any]:
-        """Return a function that the model's code may not call, or not without a seed."""
+        """Return ``function``, wrapped to raise a CaptureError with the message ``why`` if the model's code calls it;
+        with ``takes_seed``, only if it is called without a seed.
+        """
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             given = [one for one in (*args, *kwargs.values()) if one is not None and not isinstance(one, random.Random)]
@@ -388,12 +395,12 @@ class ReadRecorder:
 _HOMES = (torch, torch.random)
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
-"""Files of ``os.environ``'s own code, which reads on behalf of its caller."""
+"""Files with the code of ``os.environ`` itself, which reads on behalf of its caller."""
 
 
 def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
-    """Return whether ``frame`` belongs to torch or pymoe, and not to the model's code. A frame of a file in
-    ``passed_over`` reads for its caller, so its caller is tested instead.
+    """Return whether ``frame`` runs code of torch or pymoe, and not of the model. Code in files of ``passed_over``
+    reads for its caller, so the caller's frame is tested instead.
     """
     while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back
@@ -403,15 +410,15 @@ def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()
 # Guards.
 
 _About = tuple[str, Any]
-"""The subject of an assumption: words for messages and, if those do not identify the subject, an object."""
+"""The subject of an assumption: words for messages and, if the words do not identify it, an object that does."""
 
 
 class Guards:
-    """Keeps the assumptions of a capture: modes, hooks, submodules, shapes of parameters, and the values that the
+    """Checks the assumptions of a capture: modes, hooks, submodules, shapes of parameters, and the values that the
     model's code has read.
 
-    ``model`` may be another model than the captured one, with the same submodules. ``opaque``: qualified names of
-    modules whose contents captures ignore.
+    ``model`` may be another model than the captured one if it has the same submodules. ``opaque``: qualified names of
+    the opaque modules, whose contents are not checked.
     """
 
     def __init__(self, model: nn.Module, opaque: Collection[str], reads: Reads, arguments: Arguments) -> None:
@@ -432,13 +439,15 @@ class Guards:
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
         self._sharing = self._sharing_now()
-        self._is_shared_alike: bool | None = True  # None after a parameter or buffer was replaced
+        self._is_shared_alike: bool | None = True  # None: unknown, because a tensor was replaced
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Describe what has changed since the capture; None: nothing. ``leaves``: the leaves of a call."""
+        """Describe something that has changed since the capture; return None if nothing has. ``leaves``: the leaves of
+        a call, to be checked as well.
+        """
         if self._expected is None:
-            places = self._places()  # in a copy, the present values are the copy's own
+            places = self._places()  # this is a copy: read the copied model's values
             kept = [self._tokens.get(about) or [] for about in places]
             snapshots = Snapshots(list(places.values()), self._own(), kept)
             self._expected = self._expect(self._questions(), snapshots)
@@ -482,13 +491,13 @@ class Guards:
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """Return the model's floating-point dtype at capture and now, if it had a single one then and has one now."""
+        """Return the model's floating-point dtype at the capture and now; None unless it had and has exactly one."""
         both = self._dtypes, self._dtypes_now()
         before, now = ({dtype for dtype in dtypes if dtype and dtype.is_floating_point} for dtypes in both)
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without values that cannot be copied: then the copy captures again."""
+        """Return the state for a copy, without values that cannot be copied: lacking one, the copy captures anew."""
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
@@ -499,7 +508,7 @@ class Guards:
         return frozenset(map(id, self._model.modules()))
 
     def _places(self) -> dict[_About, Place]:
-        """Return the places of the values that the code may have read, by the subject of the assumption."""
+        """Return the places of all values that the code may have read, by the subject of the assumption about them."""
         found: dict[_About, Place] = {}
         values = []
 
@@ -531,7 +540,7 @@ class Guards:
         return found
 
     def _expect(self, questions: dict[_About, Callable[[], Any]], snapshots: Snapshots) -> _Expected:
-        """Collect everything that a check compares, so that the check itself takes as little time as possible."""
+        """Collect everything that a check compares, so that the check itself is as fast as possible."""
         members = list(zip([one for _, one in self._dictionaries()], self._structure, strict=True))
         state = list(zip(self._state_dictionaries(), self._shapes, strict=True))
         return _Expected(
@@ -548,7 +557,7 @@ class Guards:
         )
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
-        """Return functions that read the rest of the present state that must not change, by subject."""
+        """Return functions that read the other state that must not change, by the subject of the assumption."""
         found: dict[_About, Callable[[], Any]] = {
             ("the mode of a module", None): lambda: [module.training for module in self._modules.values()],
             ("the class of a module", None): self._classes_now,
@@ -587,10 +596,10 @@ class Guards:
 
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
-        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names, as copies cannot keep every class
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names: some classes cannot be copied
 
     def _sharing_now(self) -> list[int | None]:
-        """Return for each parameter and buffer, in order, the index of the first one that is the same tensor."""
+        """Return, for each parameter and buffer in order, the index of the first one that is the same tensor."""
         everything = (
             value for module in self._model.modules() for kind in TENSORS for value in module.__dict__[kind].values()
         )
@@ -602,15 +611,17 @@ class Guards:
 
 
 class _Expected(NamedTuple):
-    """Keeps what a check compares with the present state."""
+    """The data that a check compares with the present state."""
 
     answers: list[tuple[_About, Callable[[], Any], Any]]
     empty: list[dict[Any, Any]]
-    """Dictionaries of submodules and hooks that were empty at the capture, as most are."""
+    """The dictionaries of submodules and hooks that were empty at the capture, as most of them are."""
     filled: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    """The other dictionaries of submodules and hooks, each with its items at the capture."""
     sizes: list[tuple[dict[Any, Any], int]]
-    """Dictionaries of parameters and buffers, and their lengths."""
+    """The dictionaries of parameters and buffers, each with its length at the capture."""
     state: list[list[Any]]
+    """For every parameter and buffer: its dictionary, its name in it, the tensor last seen, its shape, and a label."""
     snapshots: Snapshots
 
 

@@ -1,8 +1,8 @@
 """Opaque calls: calls of autograd Functions and modules that a graph makes unchanged instead of tracing them.
 
 ``torch.export`` records the operators of a Function's forward and drops its backward, and it runs a module's Python
-code only once. An opaque call is one node instead. The target of the node makes the call, with everything that belongs
-to it: the Function's backward, the module's parameters, state and hooks. If such a call fails on fake tensors, it runs
+code only once. An opaque call is a single node instead. The target of the node makes the call, with the Function's
+backward, or the module's parameters, state and hooks. If the call fails on fake tensors during the capture, it is run
 on real ones to find the shapes of its results.
 
 Calls are intercepted while ``torch.export`` runs a model. Calls that a graph would lose are refused. Calls of autograd
@@ -53,7 +53,7 @@ COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node for an opaque call, here of an autograd Function. Takes the computed leaves of the
+    """The target of a node for an opaque call, here of an autograd Function. It takes the computed leaves of the
     arguments, and returns a list of the computed leaves of the result. Leaves that are neither tensors nor sizes are
     constants of the call.
     """
@@ -79,7 +79,9 @@ class OpaqueCall:
         return [leaves[number] for number in self._kept]
 
     def call(self, function: Callable[..., Any], computed: Sequence[Any]) -> list[Any]:
-        """Call ``function`` instead, with the arguments' computed leaves. Return the result's computed leaves."""
+        """Call ``function`` with arguments made of the leaves ``computed`` and the constants of the call. Return the
+        result's computed leaves.
+        """
         assert self._spec is not None
         values = iter(computed)
         leaves = [next(values) if leaf is Computed else leaf for leaf in self._constants]
@@ -126,7 +128,7 @@ def refuse_boundary() -> None:
 
 
 class RealModule:
-    """A module, and the parameters and buffers that it has when this object is made; they may be replaced later."""
+    """A module, and the parameters and buffers that it has when this object is made, not those that replace them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -144,7 +146,7 @@ class RealModule:
 
 
 def without_boundaries(module: nn.Module) -> None:
-    """Remove the stage boundaries from a module's hooks, because they are run outside of the module's call."""
+    """Remove the stage boundaries from a module's hooks; callers run them elsewhere, and restore the hooks."""
     for kind in FORWARD_HOOKS:
         hooks = module.__dict__[kind]
         module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not is_boundary(hook))
@@ -155,7 +157,7 @@ Opaque = Iterable[type[nn.Module] | str]
 
 
 def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
-    """Return whether a module is opaque for other reasons than its forward hooks or changed attributes."""
+    """Return whether the module at ``path`` is opaque for other reasons than forward hooks and changed attributes."""
     return is_within(path, choose_opaque(model, opaque, opened={name for name, _ in model.named_modules()}, closed=()))
 
 
@@ -164,15 +166,15 @@ def choose_opaque(
 ) -> dict[str, RealModule]:
     """Return the outermost opaque modules of a model, by qualified name.
 
-    These are the modules in ``opaque``; modules with other effects than their output: layers of ``pymoe.nn`` that count
-    or inject losses, deferred batch norms, modules with hooks (except for the model itself, and for modules with
-    boundaries inside, ``opened``), modules whose forward changes their attributes (``closed``); and recurrent layers,
-    whose graph would be valid for one length only.
+    These are the modules in ``opaque``; layers of ``pymoe.nn`` that count or inject losses; deferred batch norms;
+    modules with backward hooks; recurrent layers, whose graph would be valid for one length only; and, except for the
+    model itself and modules with boundaries inside (``opened``), modules with forward hooks and modules whose forward
+    changes their attributes (``closed``).
 
     Raises:
         TypeError: an entry of ``opaque`` is neither a type of modules nor a name.
         ValueError: an entry of ``opaque`` names a module that the model does not have.
-        CaptureError: the whole model would have to be opaque.
+        CaptureError: the model itself has backward hooks, and ``opaque`` does not name it.
     """
     types: list[type] = []
     paths: set[str] = set()
@@ -219,8 +221,8 @@ def infer_by_running(
 ) -> Any:
     """Return the fake result of ``function`` for fake arguments, inferred from results for real arguments of two sizes.
 
-    Every dimension of the results must be a number, a free dimension of the arguments, a product of two such
-    dimensions, or a multiple or fraction of these.
+    Every dimension of the results must be constant, a free dimension of the arguments, a product of two of these, or a
+    multiple or fraction of one or of such a product.
 
     Raises:
         CaptureError: a dimension is something else.
@@ -258,7 +260,7 @@ def infer_by_running(
 
 
 def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
-    """Yield sizes to try in place of ``hints``: all changed, one changed, and equal ones changed together."""
+    """Yield sizes to try in place of ``hints``: all changed, each changed alone, and equal ones changed together."""
     others = {symbol: hint * (number + 2) for number, (symbol, hint) in enumerate(hints.items())}
     yield others
     for symbol, other in others.items():
@@ -270,13 +272,13 @@ def _other_sizes(hints: dict[Any, int]) -> Iterator[dict[Any, int]]:
 
 
 def _settle(sizes: list[Any]) -> None:
-    """Make the capture require that the ``sizes`` are equal: comparing them adds a guard."""
+    """Make the capture require that the ``sizes`` are equal, by comparing them, which adds a guard."""
     for size in sizes[1:]:
         assert bool(sizes[0] == size)
 
 
 def symbolic_sizes(leaves: list[Any]) -> Iterator[Any]:
-    """Yield the symbolic sizes among leaves, and in the shapes of tensors among them."""
+    """Yield the symbolic sizes among ``leaves``, and in the shapes of the tensors among them."""
     for leaf in leaves:
         for size in leaf.shape if isinstance(leaf, Tensor) else [leaf]:
             if isinstance(size, torch.SymInt):
@@ -343,13 +345,13 @@ def _size(one: int, two: int, known: list[tuple[Any, int, int]]) -> Any:
 
 
 Held = dict[int, Tensor]
-"""Tensors that require gradients and are not registered in a module, by address. torch.export detaches such tensors, so
-the captured graph takes them from here.
+"""Real tensors that require gradients, by address. torch.export detaches those that are not registered in a module, so
+the captured graph takes these from here.
 """
 
 
 def _hold(values: Any, held: Held) -> None:
-    """Record in ``held`` the unregistered tensors that require gradients among the arguments of a call."""
+    """Record in ``held`` the real tensors that require gradients among ``values``, the arguments of a call."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, FakeTensor):
             held[leaf.data_ptr()] = leaf
@@ -364,20 +366,20 @@ class _OpaqueMarker(HigherOrderOperator):
 
 
 OPAQUE_CALL = _OpaqueMarker("pymoe_opaque_call")
-"""The operator that stands for opaque calls in an exported graph; it takes the number of the call and its computed
-leaves."""
+"""The operator that stands for opaque calls in an exported graph. It takes the number of a call and the computed leaves
+of the call's arguments."""
 
 
 _Call = Callable[..., Any]
 
 _OF_OPERATORS = "torch._library.autograd"
-"""The module in which torch creates Functions for custom operators. They are not intercepted, because graphs contain
-the operators as they are.
+"""The module in which torch creates Functions for custom operators. These Functions are not intercepted, because graphs
+contain the operators themselves.
 """
 
 
 class OpaqueCalls:
-    """Opaque calls on this thread: each adds a node of ``OPAQUE_CALL`` and runs within ``outside()``."""
+    """The opaque calls on this thread. Each adds a node with ``OPAQUE_CALL``, and runs within ``outside()``."""
 
     def __init__(self, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         self.calls: list[OpaqueCall] = []
@@ -395,7 +397,7 @@ class OpaqueCalls:
         segments = torch.utils.checkpoint.CheckpointFunction
         apply = segments.apply
 
-        def call_segment(segment: _Call, preserve: bool, *values: Any) -> Any:  # it becomes part of the graph
+        def call_segment(segment: _Call, preserve: bool, *values: Any) -> Any:  # its operators become part of the graph
             return segment(*values) if self._is_on() else apply(segment, preserve, *values)
 
         def record(function: Any, apply: _Call, args: tuple[Any, ...]) -> Any:
@@ -412,7 +414,7 @@ class OpaqueCalls:
         return threading.get_ident() == self._thread and not self._inside
 
     def _module_call(self, path: str, real: RealModule) -> Callable[..., Any]:
-        """Return the function that is called in place of the opaque module ``real``; ``path``: its qualified name."""
+        """Return the function that is called in place of the opaque module ``real``, whose name is ``path``."""
         module = real.module
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -496,7 +498,7 @@ _NOT_OF_STAND_INS: dict[Any, str] = {
     Tensor.is_leaf: "it asks whether a tensor is a leaf: a graph has no autograd history",
     Tensor._version: "it asks for the version of a tensor, which is another one in every call",
 }
-"""Properties of tensors whose values would differ in a capture."""
+"""Properties of tensors whose values in a capture would differ from those in a call of the model."""
 
 
 class _Refusing(TorchFunctionMode):
@@ -542,11 +544,11 @@ class _Refusing(TorchFunctionMode):
 
 @contextmanager
 def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRecorder) -> Iterator[None]:
-    """Refuse calls that a graph would lose, within the block: they raise a CaptureError that does not say where.
+    """Within the block, refuse calls that a graph would lose: they raise a CaptureError that does not name the line.
 
-    ``torch.inference_mode`` acts as ``torch.no_grad`` there, which a graph can contain. Conditions on the sizes of
-    ``tensors`` remember the line that tested them; Tensors that ``Held`` describes are added to ``held``; ``recorder``
-    records properties of tensors that code reads.
+    ``torch.inference_mode`` acts like ``torch.no_grad``, which a graph can contain. Lines that test sizes of
+    ``tensors`` are recorded. Real tensors that require gradients are added to ``held`` when torch functions take them.
+    ``recorder`` records the properties of tensors that code reads.
     """
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
@@ -581,8 +583,8 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 class FunctionCalls:
     """Redirects calls of autograd Functions to ``instead``, if ``is_asked`` returns True when a call begins.
 
-    ``instead`` takes the class, the ``apply`` of that class and the arguments, and returns what the call returns. It
-    runs with the caller's grad mode.
+    ``instead`` takes the class, the ``apply`` of that class and a tuple of the arguments, and returns what the call
+    returns. It runs in the caller's grad mode.
     """
 
     def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:
@@ -602,7 +604,7 @@ class FunctionCalls:
         return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
 
     def _attribute(self, cls: Any, name: str) -> Any:
-        """Return a class attribute of a Function, or a replacement if ``apply`` reads it in a call to redirect."""
+        """Return an attribute of the class, or a replacement if ``apply`` reads it in a call to be redirected."""
         value = type.__getattribute__(cls, name)
         if name not in ("_backward_cls", "forward", "setup_context") or not self._is_asked(cls):
             return value
@@ -636,7 +638,7 @@ class FunctionCalls:
 
 
 def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
-    """Mark the tensors in ``result`` as those of a forward, so that ``apply`` returns ``result`` unchanged."""
+    """Mark the tensors in ``result`` as a forward would, so that ``apply`` returns ``result`` unchanged."""
     outputs = [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, Tensor)]
     context.mark_dirty(*[output for output in outputs if any(output is value for value in inputs)])
     context.mark_non_differentiable(*[output for output in outputs if not output.requires_grad])
@@ -644,7 +646,7 @@ def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Set the grad mode in the block without recording it in the graph, as ``apply``, whose change this undoes."""
+    """Within the block, set the grad mode without recording this in the graph: it undoes the change by ``apply``."""
     before = torch.is_grad_enabled()
     with DisableTorchFunction():
         set_grad_enabled(enabled)

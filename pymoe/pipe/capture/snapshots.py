@@ -1,4 +1,4 @@
-"""Snapshots of Python values: they tell whether values and their contents, at any depth, are still the same, and can
+"""Snapshots of Python values. They tell whether values and their contents, at any depth, are still the same, and can
 restore them.
 """
 
@@ -35,7 +35,7 @@ from pymoe.pipe.python_values import MISSING, is_numpy_array
 
 
 class _Contents(NamedTuple):
-    """Holds a container and a copy of its contents."""
+    """A container and a copy of its contents."""
 
     name: str
     container: Any
@@ -66,21 +66,21 @@ class _Contents(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is an array of plain numbers with at least one dimension."""
+    """Return whether a value is an array of plain numbers, with at least one dimension: of Python or of numpy."""
     if isinstance(value, (bytearray, array.array)):
         return True
     return is_numpy_array(value) and value.ndim > 0 and not value.dtype.hasobject
 
 
 class Changes(list[str]):
-    """The names of the attributes that a block has changed, filled when the block ends."""
+    """Remembers containers; a list to which :meth:`restore` adds the names of the values that have changed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._memory: dict[int, _Contents] = {}
 
     def remember(self, container: Any, name: str) -> None:
-        """Remember the present contents of a container, and of the containers in it, at any depth."""
+        """Remember the present contents of a container named ``name``, and of the containers in it, at any depth."""
         queue = [(name, container)]
         for name, container in queue:
             if id(container) in self._memory or type(container) in SCALARS:
@@ -117,9 +117,9 @@ class Changes(list[str]):
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[Changes]:
-    """After the block, restore the attributes of all modules of ``model``: the same objects, with the earlier contents
-    of lists, dicts, sets, arrays and objects of the user's classes, at any depth. Changes inside tensors and other
-    objects stay.
+    """After the block, restore the attributes of all modules of ``model``: the same objects and, at any depth, the
+    earlier contents of lists, deques, dicts, sets, arrays and objects of the user's classes. Changes inside tensors and
+    other objects stay. The names of what has changed are then in the list that the block got.
     """
     changes = Changes()
     for path, module in model.named_modules():
@@ -131,7 +131,7 @@ def attributes_restored(model: nn.Module) -> Iterator[Changes]:
 
 
 def restorer(value: Any) -> Callable[[], None]:
-    """Return a function that restores the present contents of a container or a user's object, at any depth."""
+    """Return a function that restores the contents that a container or a user's object has now, at any depth."""
     changes = Changes()
     changes.remember(value, "")
     return changes.restore
@@ -139,7 +139,7 @@ def restorer(value: Any) -> Callable[[], None]:
 
 @contextmanager
 def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes of classes and modules, given as (owner, name, value), during the block."""
+    """Replace attributes of objects, given as (owner, name, value), during the block."""
     before = [(owner, name, vars(owner).get(name, MISSING)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
@@ -159,11 +159,11 @@ _MAX_VALUES = 1_000_000
 
 
 class Unwatchable(Exception):
-    """Carries the name of a value and the reason why its changes cannot be noticed."""
+    """Carries the name of a value, and the reason why changes of the value cannot be noticed."""
 
 
 class Same:
-    """Compares by identity: two are equal if they hold the very same object."""
+    """Compares a value by identity: two instances are equal if they contain the very same object."""
 
     __slots__ = ("value",)
 
@@ -178,8 +178,8 @@ class Same:
 
 
 Tokens = list[Any]
-"""Tokens of a value and everything in it, in order; they are equal only for equal values. Numbers and strings are
-compared by type and value, containers and objects by class and contents, functions and classes by identity and
+"""The tokens of a value and of everything in it, in order, which are equal only for equal values. Numbers and strings
+are compared by type and value, containers and objects by class and contents, functions and classes by identity and
 contents, modules and tensors by identity.
 """
 
@@ -193,10 +193,10 @@ def freeze(
 ) -> Tokens:
     """Return the tokens of a value and of everything in it, at any depth. Equal tokens mean equal values.
 
-    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. ``watch``: gets the values
-    that may change. ``names``: begins with the name of the value, and gets the name of every token. Raises Unwatchable
-    if the value holds more than a million others; with ``is_strict`` also if its class, or that of a value inside its
-    containers, hides its state.
+    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. Values that may change are
+    added to ``watch``. ``names`` contains the name of the value, and gets the names of the others, in the order of the
+    tokens. Raises Unwatchable if the value contains more than a million others or, with ``is_strict``, if it or a value
+    in its containers is of a class that hides its state.
     """
     tokens: Tokens = []
     seen: dict[int, int] = {}
@@ -228,7 +228,7 @@ def freeze(
             state = None if holder.state is None else holder.state(value)
             if watch is not None:
                 watch.add(value, holder, held, state)
-            # ``pickle`` does not find some classes of Python, as of code objects.
+            # ``pickle`` does not find some of Python's own classes, such as the class of code objects.
             is_found = kind.__module__ != "builtins" or hasattr(builtins, kind.__name__)
             of_kind = Same(value) if holder.by_identity else kind if is_found else kind.__name__
             tokens.append((of_kind, len(held), state))
@@ -261,14 +261,14 @@ def _name(names: list[str] | None, number: int) -> str:
 
 
 def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> None:
-    """Add the names of a value's contents. A name that ends with a dot stands for the attributes of an object."""
+    """Add the names of a value's contents. A name that ends with a dot is that of a dictionary of attributes."""
     if name.endswith("."):
         suffixes = [suffix.strip("[]'\"") for suffix in suffixes]
     names += [name + suffix for suffix in suffixes] + [name] * (count - len(suffixes))
 
 
 def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
-    """Return the name of ``wanted`` within ``get(...)``, which is named ``name``; None if it is not there."""
+    """Return the name of ``wanted`` within the value that ``get`` returns, named ``name``; None if it is not there."""
     names = [name]
     tokens = freeze(get(MISSING), names=names)
     where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)
@@ -276,13 +276,13 @@ def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None
 
 
 class Watch:
-    """Notices cheaply that values may have changed, because they no longer hold the same objects."""
+    """Notices quickly that values may have changed, because they no longer contain the same objects."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
 
     def add(self, value: Any, holder: Holder, held: list[Any], state: Any) -> None:
-        """Watch ``value``, which has the contents ``held`` and ``state``, as ``holder`` reads them."""
+        """Watch ``value``, in which ``holder`` has read the contents ``held`` and ``state``."""
         if holder.is_fixed:
             return
         if holder.glance is not None:
@@ -292,7 +292,7 @@ class Watch:
             self._watched[id(value)] = value, holder.read, held, holder.state, state
 
     def is_untouched(self) -> bool:
-        """Return whether all watched values have their earlier contents."""
+        """Return whether all watched values still have their earlier contents."""
         for value, read, held, state_of, state in self._watched.values():
             if read is not None:
                 now = read(value)
@@ -304,15 +304,15 @@ class Watch:
 
 
 NEVER = object()
-"""Stands for a value that was not read yet: it is none of those that code can hold."""
+"""Stands for a value that has not been read yet; no variable of a model contains this object."""
 
 Place = tuple[str, Callable[[Any], Any], str]
-"""The name of a value; a function that returns the value, or its argument if there is none; and a format for names of
-its contents."""
+"""The name of a value; a function that takes a default and returns the value, or the default if there is none; and a
+format string for messages, which takes the name of the value or of something in it."""
 
 
 class Snapshots:
-    """Keeps the present values of several places, with everything in them; or the values given by ``tokens``.
+    """Keeps the present values of several places, with everything in them, or the values described by ``tokens``.
 
     Raises:
         CaptureError: with ``is_strict``, if later changes of a value could not be noticed.
@@ -340,11 +340,11 @@ class Snapshots:
 
     @property
     def tokens(self) -> list[Tokens]:
-        """Return the kept values, place by place."""
+        """Return the tokens of the kept values, in the order of the places."""
         return [entry[4] for entry in self._now]
 
     def change(self) -> str | None:
-        """Return the name of a value that has changed since the snapshots were made; None if there is none."""
+        """Return the words for a value that has changed since the snapshots were made; None if none has changed."""
         for entry in self._now:
             if entry[1](MISSING) is not entry[3] and (name := self._look_into(entry, self._watch)) is not None:
                 return name

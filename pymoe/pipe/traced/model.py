@@ -1,5 +1,5 @@
 """A captured model as the stages of a pipeline, captured and split again for every mode; and the modules of its stages,
-which hold graphs, and the model's own parameters and buffers under their names.
+which contain graphs and, under the names that they have in the model, the model's own parameters and buffers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class TracedModel(StagedModel):
     """A captured model, split at its markers.
 
     A capture is valid for the present modes of all modules (training or evaluation), their hooks, and the Python values
-    that the model's code has read. When one of them changes, the next call captures the model again and splits it at
-    the same places; every capture is kept. ``args`` and ``kwargs`` are an example micro-batch; ``trace`` captures.
+    that the model's code has read. When one of these changes, the next call captures the model again and splits it at
+    the same boundaries; every capture is kept. ``args`` and ``kwargs`` are an example micro-batch; ``trace`` makes the
+    captures.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class TracedModel(StagedModel):
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
         self._changes = 0  # how often the model was captured again, not counting changes of modes
-        self._uses: list[dict[str, None]] = []  # names that each stage uses, in any mode
+        self._uses: list[dict[str, None]] = []  # by stage: the names that it uses in any capture
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
         self._is_chosen = False  # true between micro_batches() and the read of the pipeline
-        self._one_at_a_time = StageLock()  # held by threads that find that the model must be captured again
+        self._one_at_a_time = StageLock()  # held by threads that make or choose captures
         first = trace(module, args, kwargs)
         self._now = self._add(first)
         if devices is None:
@@ -94,7 +95,7 @@ class TracedModel(StagedModel):
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """Split a call into micro-batches, for the capture that is valid for the call."""
+        """Choose the capture that is valid for a call, and split the call into micro-batches for it."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._choose([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
         made = super().micro_batches(chunks, args, kwargs, others)
@@ -116,7 +117,7 @@ class TracedModel(StagedModel):
         return self.parts[stage].code(self._choose().number)
 
     def _choose(self, leaves: Sequence[Any] | None = None) -> _Variant:
-        """Return the capture that is valid now; make a new one if there is none."""
+        """Return the capture that is valid now, for ``leaves`` if given; make a new one if none is valid."""
         if self._structure.has_changed() or self._now.guards.broken(leaves) is not None:
             with self._one_at_a_time:
                 self._structure.refuse_edited_stages()
@@ -165,7 +166,7 @@ class TracedModel(StagedModel):
         return [x._replace(dtype=now) if isinstance(x, Like) and x.dtype == before else x for x in leaves]
 
     def _warn_of(self, change: str) -> None:
-        """Warn about state that changes repeatedly and costs a capture every time."""
+        """Count captures after changes other than modes; warn at the 8th, 16th, 32nd and so on."""
         if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
@@ -177,7 +178,7 @@ class TracedModel(StagedModel):
                 )
 
     def _add(self, captured: Captured) -> _Variant:
-        """Split a new capture into stages. Add it to the captures that are kept, and return it."""
+        """Split a new capture into stages, add it to the captures that are kept, and return it."""
         graph, number = captured.graph.graph, len(self._variants)
         modules_as_arguments(graph)
         parameters = frozenset(name for name, _ in self.module.named_parameters())
@@ -272,12 +273,12 @@ class Trace:
     dynamic_shapes: Any
     opaque: Sequence[type[nn.Module] | str]
     _chosen: list[list[Key]] | None = None
-    """The keys of the nodes that follow the boundaries of a policy."""
+    """For each boundary of the policy, the keys of the nodes that follow it."""
     _wanted: int | None = None
     """The number of stages that the policy should make, if known."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        """Capture the model in its present mode.
+        """Capture the model in its present mode, with markers at the stage boundaries.
 
         Raises:
             CaptureError: the model cannot be captured.
@@ -313,7 +314,7 @@ class Trace:
         return captured
 
     def why_one_stage(self) -> str | None:
-        """Return why a model has one stage although several were requested; None if one was requested."""
+        """Return the reason why a model has one stage although several were requested; None if one was requested."""
         ends = "at the beginning or the end of what the model computes, where they make no stages"
         if self.split_spec:
             return f"all split points of split_spec ({', '.join(self.split_spec)}) are {ends}"
@@ -328,7 +329,7 @@ class Trace:
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
-    """Return names of nodes that other modes share: module, operator, and the count of earlier such pairs."""
+    """Return keys that find the nodes in other captures: module, operator, and how many earlier nodes have both."""
     seen: Counter[tuple[str, str]] = Counter()
     keys = []
     for node in nodes:
@@ -359,7 +360,7 @@ def _boundaries(graph: fx.Graph) -> list[list[Key]]:
 
 
 class _Taken(NamedTuple):
-    """A parameter or buffer that the stage holds in one place and the model in another."""
+    """A parameter or buffer of the model's module ``owner`` that a stage also has in its own module ``where``."""
 
     where: nn.Module
     kind: str
@@ -368,7 +369,7 @@ class _Taken(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A module that represents a module of the model."""
+    """A module made for a stage, and the module of the model that it represents there."""
 
     module: nn.Module
     original: nn.Module
@@ -378,8 +379,8 @@ class StageModule(nn.Module):
     """A stage of a traced model. It takes and returns boundary values, by position.
 
     It has a graph for every capture of the model. Modules that only this stage needs, or that it needs as a whole, are
-    the model's own. Other modules are represented by modules that hold the parts which this stage uses. ``state_dict``
-    keys are the model's. ``compile()`` compiles it in place.
+    the model's own. Other modules of the model are represented by new modules with only the parts that this stage uses.
+    The keys of ``state_dict`` are the model's. ``compile()`` compiles the stage in place.
     """
 
     def __init__(self, number: int) -> None:
@@ -388,7 +389,7 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # every call takes the model's present object
+        self._shared: list[_Taken] = []  # run() takes the model's present ones
         self.made: list[_Made] = []
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
@@ -401,7 +402,9 @@ class StageModule(nn.Module):
         return outputs
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile this stage's graphs, and the graphs of later captures, too. Takes the arguments of ``torch.compile``.
+        """Compile this stage's graphs, and those of later captures when they are made.
+
+        Takes the arguments of ``torch.compile``.
 
         Each graph is compiled by itself: torch.compile gives up after compiling the same function 8 times, and would
         count the ``forward`` of all stages as one function.
@@ -420,7 +423,7 @@ class StageModule(nn.Module):
         return str(self._graphs[variant].print_readable(print_output=False))
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
-        """Run a graph with the model's present parameters and buffers."""
+        """Run the graph ``variant`` with the parameters and buffers that the model has now."""
         for where, kind, name, owner in self._shared:
             where.__dict__[kind][name] = owner.__dict__[kind][name]
         outputs: Sequence[Any] = self(*values, variant=variant)
@@ -433,7 +436,10 @@ class StageModule(nn.Module):
         users: Mapping[int, set[StageModule]],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take what ``paths`` name in the model, and the constants. ``users``: the stages of each tensor."""
+        """Replace this stage's state by what ``paths`` name in the model, and ``constants``.
+
+        ``users``: the stages that use each tensor, by its id.
+        """
 
         def hold(where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
             below: dict[str, list[Sequence[str]]] = {}
@@ -467,7 +473,7 @@ class StageModule(nn.Module):
         hold(self, model, paths)
 
     def update_model(self) -> None:
-        """Give the model the objects that have replaced its own in a move to another device."""
+        """Give the model the parameters and buffers that this stage has now, after a move to another device."""
         for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
@@ -493,7 +499,7 @@ def populate(
     names: Sequence[Iterable[str]],
     constants: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Give every stage its constants, and what ``names`` lists for it, in place of what it held."""
+    """Replace the state of every stage by its constants and the parts of the model that ``names`` lists for it."""
     users: dict[int, set[StageModule]] = {}  # stages, keyed by the ids of parameters and buffers
     for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
@@ -524,11 +530,11 @@ def _own(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 class _NodeRef(int):
-    """A node among the arguments of another node, by its number."""
+    """Stands for a node among the arguments of another node: the number of the former in the graph."""
 
 
 class _OperatorName(str):
-    """An operator of torch, by its name in ``torch.ops``."""
+    """Stands for an operator of torch: its name in ``torch.ops``."""
 
 
 def serialize(graph: fx.Graph) -> list[tuple[Any, ...]]:

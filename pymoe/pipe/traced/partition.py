@@ -29,7 +29,7 @@ class StageGraph:
     """The part of a graph that is a stage."""
 
     graph: fx.Graph
-    """A graph with a placeholder for each of ``inputs``; returns a list."""
+    """A graph with a placeholder for each of ``inputs``, which returns a list of ``outputs`` values."""
     inputs: tuple[Source, ...]
     outputs: int
     state: tuple[str, ...]
@@ -55,7 +55,8 @@ def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.devic
     tensors that it creates; None, or an empty sequence: the device of the capture.
 
     Raises:
-        ValueError: a buffer is read in one stage and changed in a later one.
+        ValueError: some of the stages that use a buffer change it, but these are neither all of them nor only the
+            first.
     """
     return _Partitioner(graph, state, devices).partition()
 
@@ -83,7 +84,7 @@ class _Partitioner:
         return Partition(tuple(builder.finish() for builder in self._builders), tuple(outputs), tuple(leaves))
 
     def home(self, node: fx.Node, stage: int) -> int:
-        """Return the place from which ``stage`` gets this value: itself, an earlier stage, or ``INPUT``."""
+        """Return the stage from which ``stage`` gets this value: ``stage`` itself, an earlier one, or ``INPUT``."""
         if node.op == "get_attr":
             first = self._transmitted.get(node)
             return min(stage, self._count - 1) if first is None or first >= stage else first
@@ -96,13 +97,13 @@ class _Partitioner:
         return max(changed, default=made)
 
     def source(self, node: fx.Node, stage: int) -> Source:
-        """Return the edge by which ``stage`` gets this value."""
+        """Return the source from which ``stage`` gets this value; make its stage return the value if necessary."""
         home = self.home(node, stage)
         return Source(INPUT, self._inputs[node]) if home == INPUT else self._builders[home].give(node)
 
 
 class _StageBuilder:
-    """The graph of one stage, while it is built."""
+    """Builds the graph of one stage."""
 
     def __init__(self, number: int, partitioner: _Partitioner, device: torch.device | None) -> None:
         self._number = number
@@ -110,7 +111,7 @@ class _StageBuilder:
         self._device = device
         self._graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self._inputs: dict[fx.Node, Source] = {}  # nodes of the whole graph
+        self._inputs: dict[fx.Node, Source] = {}  # by node of the whole graph
         self._given: dict[fx.Node, int] = {}
         self._end: fx.Node | None = None  # the last placeholder
         self._state: list[str] = []
@@ -128,7 +129,7 @@ class _StageBuilder:
         return self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
 
     def give(self, node: fx.Node) -> Source:
-        """Return the source by which other stages get a value of this stage."""
+        """Make a value an output of this stage, and return the source from which other stages get it."""
         if node not in self._given:
             self._local(node)
             self._given[node] = len(self._given)
@@ -153,7 +154,7 @@ class _StageBuilder:
         return made
 
     def _local(self, node: fx.Node) -> fx.Node:
-        """Return the node's value in this stage."""
+        """Return the node of this stage's graph with the value of ``node``; add it if there is none yet."""
         if node in self.copies:
             return self.copies[node]
         is_home = self._partitioner.home(node, self._number) == self._number
@@ -171,7 +172,10 @@ class _StageBuilder:
         return self._add(node, self._end)
 
     def _again(self, node: fx.Node) -> fx.Node | None:
-        """Compute a size, or arithmetic on sizes, again from this stage's values; None if they do not suffice."""
+        """Add nodes that recompute a size, or arithmetic on sizes, from values that this stage already has.
+
+        Return the last of these nodes, or None if the values do not suffice.
+        """
         if (size := self._same_size(node)) is not None:
             return self._graph.call_function(torch.ops.aten.sym_size.int, size)
         sources = node.all_input_nodes
@@ -186,7 +190,7 @@ class _StageBuilder:
         return self._graph.create_node(node.op, node.target, args, node.kwargs, node.name)
 
     def _same_size(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """Return an input of this stage and a dimension of it that, according to the capture, has this size."""
+        """Return an input of this stage and the dimension of it that has this size in the capture; None if none has."""
         wanted = node.meta["val"]
         if not isinstance(wanted, torch.SymInt):
             return None
@@ -235,7 +239,7 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Return whether a node is neither a number nor just a view of a tensor."""
+    """Return whether a node is a call that does more than return a number, an item or a view, or assert something."""
     if node.op not in ("call_function", "call_module") or is_number(node) or node.target is operator.getitem:
         return False
     if not isinstance(node.target, OpOverload):
@@ -251,7 +255,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def _is_arithmetic(node: fx.Node) -> bool:
-    """Return whether a node's value is a size, or computed from sizes by Python."""
+    """Return whether a node's value is a size, or computed from sizes with Python's operators."""
     if node.op != "call_function" or not is_number(node):
         return False
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, OpOverload)
@@ -271,7 +275,7 @@ def _dependent(graph: fx.Graph) -> set[fx.Node]:
 
 
 def split_regions(graph: fx.Graph) -> None:
-    """Split regions (blocks without gradients, or in autocast) at the markers in them."""
+    """Split regions (blocks that set the grad mode or autocast) at the markers in them."""
     for node in list(graph.nodes):
         if isinstance(node.target, Region):
             split_regions(node.target.graph.graph)
@@ -280,7 +284,7 @@ def split_regions(graph: fx.Graph) -> None:
 
 
 def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
-    """Replace one region by several, with markers between them."""
+    """Replace a region that contains markers by several regions, with the markers between them."""
     block = region.graph.graph
     # The nodes of the outer graph that represent nodes of the block.
     outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
@@ -300,7 +304,7 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
 def _insert_region(
     graph: fx.Graph, before: fx.Node, region: Region, segment: list[fx.Node], outside: dict[fx.Node, Any]
 ) -> None:
-    """Insert a region of the nodes in ``segment`` before a node. Add its results to ``outside``."""
+    """Insert a region with the nodes in ``segment`` before the node ``before``, and add its results to ``outside``."""
     inside = set(segment)
     taken = dict.fromkeys(source for node in segment for source in node.all_input_nodes if source not in inside)
     given = [node for node in segment if any(user not in inside for user in node.users)]
@@ -322,7 +326,7 @@ def _insert_region(
 
 
 def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield the nodes between markers."""
+    """Yield a list of the nodes before the first marker, between markers, and after the last; lists may be empty."""
     segment: list[fx.Node] = []
     for node in block.nodes:
         if is_marker(node):
@@ -334,7 +338,9 @@ def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 class ModuleCall:
-    """The target of a node: takes a module and its arguments' computed leaves, returns its result's leaves."""
+    """The target of a node that calls an opaque module. It takes the module and the computed leaves of the arguments,
+    and returns the computed leaves of the result.
+    """
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
@@ -349,7 +355,7 @@ class ModuleCall:
 
 
 def modules_as_arguments(graph: fx.Graph) -> None:
-    """Make ``get_attr`` nodes fetch the opaque modules that a graph calls, so that they are part of a stage's state.
+    """Make ``get_attr`` nodes fetch the opaque modules that a graph calls, so that these are part of a stage's state.
 
     Raises:
         ValueError: the whole model is opaque.
@@ -368,7 +374,7 @@ def _give(node: fx.Node, module: fx.Node) -> None:
 
 
 def _convert(node: fx.Node) -> list[str]:
-    """Make the node take modules as arguments (first in a call, last in a region); return their paths."""
+    """Make the node take its opaque modules as arguments (first in a call, last in a region); return their names."""
     target = node.target
     if isinstance(target, OpaqueModule):
         node.target = ModuleCall(target)
@@ -395,8 +401,8 @@ def _convert(node: fx.Node) -> list[str]:
 class MultiUseParameterConfig(enum.Enum):
     """Says how several stages share one parameter.
 
-    In one process a replicated parameter is one object, in the stages that use it; across processes it is a copy in
-    each, and their gradients are summed.
+    In one process, the stages that use a replicated parameter share one object. Across processes, each has a copy, and
+    the gradients of the copies are summed.
     """
 
     TRANSMIT = 1
@@ -413,21 +419,22 @@ Spec = MultiUseParamSpec | None
 
 @dataclass(frozen=True)
 class SharedState:
-    """Facts about the parameters and buffers of a graph."""
+    """Determines which parameters and buffers of a graph are transmitted between stages."""
 
     parameters: frozenset[str]
     """Names of the parameters."""
     spec: Spec
-    """One configuration for all parameters, or one by name."""
+    """One configuration for all parameters, or one for each by name; None: the default for all."""
     apart: bool = False
     """True if stages are on different devices. Then parameters absent from ``spec`` are transmitted; otherwise they are
     replicated."""
 
     def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
-        """Return the parameters and buffers whose values are transmitted between stages, and the stage that holds each.
+        """Return the parameters and buffers whose values are transmitted between stages, and the stage that sends each.
 
         Raises:
-            ValueError: a buffer is read in one stage and changed in a later one.
+            ValueError: some of the stages that use a buffer change it, but these are neither all of them nor only the
+                first.
         """
         found = {}
         default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
@@ -446,7 +453,7 @@ class SharedState:
 
 
 def by_first_name(spec: Spec, model: nn.Module) -> Spec:
-    """Return the specification by the names in captured graphs, which use the first name of a shared parameter.
+    """Return the specification with the names in captured graphs, which use the first name of a shared parameter.
 
     Raises:
         TypeError: ``spec`` is neither a configuration nor a mapping to configurations.
@@ -466,7 +473,13 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether one stage changes the buffer, so that later ones must get its value from that stage."""
+    """Return whether only the first stage that uses the buffer changes it, so that later ones must receive its value.
+
+    Return False if no stage changes it, or all that use it do.
+
+    Raises:
+        ValueError: any other set of stages changes it.
+    """
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:
         return False  # stages that all change a buffer take turns
@@ -479,8 +492,8 @@ def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int]
 
 
 class Aliases:
-    """Finds, from the operators' schemas, the tensors that nodes of a graph change in place, and the views of other
-    tensors.
+    """Finds, from the schemas of operators, which tensors the nodes of a graph change in place, and which tensors are
+    views of others.
 
     The base of a view is the node whose tensor's memory it shares.
     """
@@ -518,7 +531,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the argument with which the result of this node shares memory."""
+    """Return the argument with which the result of this node shares memory; None if there is none."""
     if node.target is operator.getitem:
         first = node.args[0]
         return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
@@ -535,7 +548,10 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument that a region returns as output ``number``; the region if it computes that output."""
+    """Return the argument with which output ``number`` of a region shares memory, or the region if it has its own.
+
+    For a node that is no region, return the node.
+    """
     if not isinstance(node.target, Region):
         return node
     block = node.target.graph.graph

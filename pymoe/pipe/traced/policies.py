@@ -23,14 +23,14 @@ from pymoe.pipe.traced.split_points import mark
 
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
-"""The slowest stage may take this many times the optimum, if fewer values then cross the boundaries."""
+"""The most expensive stage may cost this many times the least possible, if fewer values then cross the boundaries."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
-    """Make stages with about the same number of parameters.
+    """Return a policy that makes stages with about the same number of parameters.
 
     Args:
-        stages: their number, from 1 to the number of the graph's operators.
+        stages: the number of stages, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -39,10 +39,12 @@ def split_into_equal_parameters(stages: int) -> Policy:
 
 
 def split_by_time(stages: int) -> Policy:
-    """Make stages whose forward and backward passes take about the same time, measured with the example's sizes.
+    """Return a policy that makes stages whose forward and backward together take about the same time.
+
+    The policy measures the time with the sizes of the example.
 
     Args:
-        stages: their number, from 1 to the number of the graph's operators.
+        stages: the number of stages, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -51,10 +53,12 @@ def split_by_time(stages: int) -> Policy:
 
 
 def split_by_flops(stages: int) -> Policy:
-    """Make stages with about the same number of floating point operations, for the example's sizes; nothing is run.
+    """Return a policy that makes stages with about the same number of floating point operations in the forward.
+
+    The policy counts the operations for the sizes of the example, without running them.
 
     Args:
-        stages: their number, from 1 to the number of the graph's operators.
+        stages: the number of stages, from 1 to the number of the graph's operators.
 
     Returns:
         A ``split_policy`` for :func:`pymoe.pipeline`.
@@ -64,8 +68,8 @@ def split_by_flops(stages: int) -> Policy:
 
 @dataclass(frozen=True)
 class Policy:
-    """Splits where the fewest values cross, such that the most expensive stage costs at most a tenth more than
-    necessary.
+    """Splits a graph where the fewest values cross the boundaries, on condition that the most expensive stage costs at
+    most a tenth more than necessary.
 
     Raises:
         ValueError: there are more stages than operators, or fewer than one.
@@ -75,7 +79,7 @@ class Policy:
     cost: Callable[[fx.GraphModule], Costs]
 
     def __call__(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph, with markers."""
+        """Insert markers into the graph, and return it."""
         nodes = compute_nodes(graph.graph)
         if not 1 <= self.stages <= len(nodes):
             raise ValueError(f"split_policy: cannot make {self.stages} stages of a model with {len(nodes)} operators")
@@ -87,7 +91,10 @@ class Policy:
 
 
 def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list[float]:
-    """Return the costs of ``nodes``. Costs of other nodes are added to the nearest of ``nodes`` before them."""
+    """Return the costs of ``nodes``; all 1 if all costs are 0.
+
+    The cost of another node of the graph is added to that of the last of ``nodes`` before it, or of the first of them.
+    """
     places = {node: place for place, node in enumerate(nodes)}
     row, place = [0.0] * len(nodes), 0
     for node in graph.nodes:
@@ -98,7 +105,8 @@ def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list
 
 def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
     """Return, for every node, the number of tensors that earlier nodes make and that this node or later ones use.
-    Inputs do not count, because they go to every stage directly.
+
+    Inputs do not count, because every stage gets them directly.
     """
     aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}
@@ -135,8 +143,8 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
-    """Return the boundaries that at most ``limit`` values cross. If all nodes between some boundaries cost nothing,
-    only the boundary with the fewest values is among them.
+    """Return the boundaries that at most ``limit`` values cross. Of several with only zero-cost nodes between them,
+    return only the one that the fewest values cross.
     """
     found: list[int] = []
     for place in range(1, len(costs)):
@@ -151,7 +159,7 @@ def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
 
 
 def _parameters(graph: fx.GraphModule) -> Costs:
-    """Return the number of elements in the parameters that a node uses first."""
+    """Return, for every node, the number of elements in the parameters that no earlier node uses."""
     seen: set[int] = set()
     costs: Costs = {}
     for node in graph.graph.nodes:
@@ -169,7 +177,7 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 
 def _flops(graph: fx.GraphModule) -> Costs:
-    """Count the floating point operations of products, convolutions and attention in the forward, without a run."""
+    """Count the floating point operations of every node's products, convolutions and attention, on fake tensors."""
     counting = _NodeFlops(graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
@@ -177,9 +185,9 @@ def _flops(graph: fx.GraphModule) -> Costs:
 
 
 def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
-    """Time forward and backward of every node, in seconds: the median of some passes after a warm-up.
+    """Measure the time of every node's forward and backward in seconds: the median of ``passes`` after a warm-up.
 
-    The model and torch's random generators are left as they were.
+    The model and torch's random generators are restored.
     """
     taken = []
     with _restored(graph):
@@ -193,7 +201,10 @@ def _seconds(graph: fx.GraphModule, passes: int = 5) -> Costs:
 
 @contextmanager
 def _restored(graph: fx.GraphModule) -> Iterator[None]:
-    """Restore buffers of opaque modules and random generators after the block; operators change only copies."""
+    """After the block, restore random generators, and attributes and buffers of opaque modules.
+
+    Operators need no such care, because they get copies of tensors.
+    """
     modules = [call.module for call in opaque_modules(graph.graph)]
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
@@ -228,7 +239,7 @@ class _NodeTimes(_Costing):
         sources: list[torch.Tensor] = []
 
         def apart(tensor: torch.Tensor) -> torch.Tensor:
-            """Return a copy whose graph begins at ``sources``, and which can be changed in place."""
+            """Return a copy that can be changed in place; its autograd graph begins at a leaf, added to ``sources``."""
             if not tensor.requires_grad:
                 return tensor.clone()
             sources.append(tensor.detach().requires_grad_())

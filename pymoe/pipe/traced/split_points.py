@@ -1,4 +1,4 @@
-"""Marks where a model is split into stages: ``pipe_split()`` in its code, or before and after calls of its modules."""
+"""Marks where a model is split into stages: at ``pipe_split()`` in its code, or at the calls of its modules."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ aten_pipe_split_alias = _MARKER
 """PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
 
 SHOWN = 20
-"""The most names of submodules in an error message."""
+"""The maximum number of submodules that an error message names."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # each model's copy, until captured
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # marked copy by model, until captured
 
 
 def pipe_split() -> None:
@@ -86,6 +86,9 @@ def mark_boundary(before: fx.Node) -> None:
 
     Args:
         before: the first node of the later stage.
+
+    Raises:
+        TypeError: ``before`` is not a ``torch.fx.Node``.
     """
     if not isinstance(before, fx.Node):
         raise TypeError(f"mark_boundary: before: expected a torch.fx.Node of a captured graph, got {before!r:.80}")
@@ -107,7 +110,7 @@ class SplitPoint(enum.Enum):
 
 
 class PipeSplitWrapper:
-    """Holds ``SplitPoint``, as in PiPPy. It wraps nothing: :func:`annotate_split_points` marks modules."""
+    """Provides PiPPy's name ``PipeSplitWrapper.SplitPoint``. It raises TypeError if it is called to wrap a module."""
 
     SplitPoint = SplitPoint
 
@@ -119,7 +122,9 @@ class PipeSplitWrapper:
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """A model has no submodule of that name: a ValueError, as elsewhere here, and PiPPy's AttributeError."""
+    """Says that a model has no submodule of a name: a ValueError, as elsewhere in pymoe, and an AttributeError, as in
+    PiPPy.
+    """
 
 
 @also_called(mod="model")
@@ -132,7 +137,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
     Args:
         model: any module.
-        spec: the side of the boundary, by qualified name of a submodule.
+        spec: for each submodule to be marked, by qualified name, the side of its call on which the boundary is.
 
     Raises:
         TypeError: a value is not a ``SplitPoint``.
@@ -150,7 +155,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
 
 def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
-    """Return the marked copy, as :func:`annotate_split_points` does, without recording that it was made."""
+    """Return the same marked copy as :func:`annotate_split_points`, without recording that it was made."""
     copies: dict[str, nn.Module] = {"": _shallow(model)}
     for name, point in spec.items():
         if not isinstance(point, SplitPoint):
@@ -168,8 +173,9 @@ def marked(model: nn.Module, spec: Mapping[str, SplitPoint]) -> nn.Module:
 
 
 def was_annotated_in_vain(model: nn.Module) -> bool:
-    """Return whether :func:`annotate_split_points` returned a copy of ``model`` that was dropped. Forgets the copy in
-    that case, and if ``model`` is itself such a copy.
+    """Return whether :func:`annotate_split_points` returned a copy of ``model`` that was then dropped.
+
+    In that case, and if ``model`` is itself such a copy, also delete the record of the copy.
     """
     for original, copied in list(_annotated.items()):
         if copied() is model or (original is model and copied() is None):
@@ -185,7 +191,7 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a module that shares the dictionaries of parameters and buffers, with its own of children."""
+    """Return a shallow copy, which shares the dictionaries of parameters and buffers but not that of children."""
     if parametrize.is_parametrized(module):  # copy() would not share the dictionaries
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
@@ -196,7 +202,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _hook(module: nn.Module, point: SplitPoint) -> None:
-    """Add the hook to ``module``, a copy whose dictionaries of hooks are still the original's."""
+    """Add a boundary hook to ``module``, a shallow copy that still shares the dictionaries of hooks."""
     kind = "_forward_pre_hooks" if point is SplitPoint.BEGINNING else "_forward_hooks"
     module.__dict__[kind] = module.__dict__[kind].copy()
     if point is SplitPoint.BEGINNING:
@@ -206,8 +212,8 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook that marks a boundary. For an opaque module, a capture runs it outside of the module's call, in which the
-    boundary would be lost.
+    """A hook that marks a boundary. On an opaque module, a capture runs it outside of the module's call, because the
+    boundary would be lost inside.
     """
 
     is_boundary = True
@@ -217,15 +223,15 @@ class _Boundary:
 
 
 class PipeSequential(nn.Sequential):
-    """An ``nn.Sequential`` with a stage boundary between any two of its layers, anywhere in a model."""
+    """An ``nn.Sequential`` with a stage boundary between every two adjacent layers; it may be part of any model."""
 
     @classmethod
     @also_called(sequential_instance="sequential")
     def from_sequential(cls, sequential: nn.Sequential) -> PipeSequential:
-        """Return the same layers, under the same names, and in the same mode.
+        """Return a module with the same layers, under the same names, and in the same mode.
 
         Args:
-            sequential: the module with the layers; it stays as it is.
+            sequential: the module with the layers, which is not changed.
         """
         made = cls()
         made._modules.update(sequential._modules)
