@@ -207,7 +207,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
   }
 }
 
-// Turns every warp's count of an expert's choices into the warp's first row for that expert.
+// Replaces every warp's count of an expert's choices by the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
   constexpr int kAtOnce = 4;  // counts read at once, before a write. Divides the warps
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;

@@ -42,7 +42,7 @@ void fill_zero(void* begin, int64_t bytes) {
                [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
 }
 
-// A block of the output of one expert: one task.
+// A block of an expert's output: the work of one task.
 struct Block {
   int64_t expert;
   int64_t row;
@@ -51,7 +51,7 @@ struct Block {
   int64_t columns;
 };
 
-// Results of at least this many bytes leave the caches before they are read again.
+// Results of at least this many bytes are evicted from the caches before they are read again.
 constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }

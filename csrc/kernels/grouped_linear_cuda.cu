@@ -32,8 +32,8 @@ namespace {
 
 constexpr const char* kName = "grouped_linear";
 
-// Writes a tile's part of the output: rows of `pitch` elements, each at its place from `to` on. f(row, column) returns
-// the value to add.
+// Adds the bias to a tile's sums, rounds them and writes them to its part of the output, which begins at `to` and has
+// rows of `pitch` elements. `places` gives the position of each row.
 template <typename T, typename Tile, typename Places>
 PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Places& places, int rows, int columns,
                              const T* bias, int64_t bias_step, bool in_runs) {
@@ -266,13 +266,13 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// True if threads may store their runs of `features` columns as one access of 16 bytes each.
+// Returns true if threads may store each of their runs of columns with one 16-byte access.
 template <typename T>
 bool in_runs(const void* output, int64_t features) {
   return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) == 16;
 }
 
-// The number of rows of a tile of y. All products of a layer for the same rows have tiles of the same rows.
+// Returns the number of rows in a tile of y.
 int tile_rows_of(const GroupedArguments& a) {
   return size_of(a.dtype) == 2 && a.rows >= 128 * a.experts ? 128 : kTileRows;
 }
