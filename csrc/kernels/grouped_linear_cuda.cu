@@ -6,14 +6,13 @@
 // 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
 // experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
 //
-// Tiles of 128 x 256 would read fewer bytes. Compiled as an experiment, their 256 threads take 223 to 240 registers,
-// without a spill, so that a multiprocessor holds one block, with no other that multiplies while it finds its tile,
-// waits for its first stage and writes its result. So they are not used: torch makes the products of bf16, and only
-// fp16 and layers with biases remain for this kernel on such a GPU.
+// Tiles of 128 x 256 would read fewer bytes, but are not used. Compiled as an experiment, their 256 threads took 223 to
+// 240 registers each, without a spill, so only one block fits a multiprocessor, and no other block multiplies while it
+// finds its tile, waits for its first stage and writes its result. Little would be gained, too: on such a GPU, torch
+// makes most products of bf16 (ops/torch_grouped_mm.h).
 //
-// Rows in a given order are read and written at their places, which a thread looks up once per tile, or for every
-// depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are the same as
-// for sorted rows.
+// Rows in a given order are read and written where the order says; a thread looks this up once per tile, or for every
+// depth of a weight's gradient. Tiles are cut from the order, so tiles and sums are the same as for sorted rows.
 //
 // If torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
 // what it leaves out; they return immediately for tiles and experts that lack nothing.
@@ -69,7 +68,7 @@ PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   }
 }
 
-// The parameters for storing y: its memory, the bias and the sizes.
+// What the kernels need to store y: its memory, the bias and the sizes.
 template <typename T>
 struct Output {
   T* y;
