@@ -5,8 +5,7 @@
 // quarter.
 //
 // Bounded   At most most_cached_bytes bytes are kept. If a returned block does not fit, blocks of other sizes are
-// freed,
-//           the largest first; if that is not enough, the returned block itself is freed.
+//           freed, the largest first; if that is not enough, the returned block itself is freed.
 // Threads   take and give_back may be called from any thread. Every block must be back before its pool is destroyed.
 // Aligned   Every block begins at a multiple of 64 bytes.
 #pragma once

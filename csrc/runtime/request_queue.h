@@ -1,13 +1,11 @@
 // RequestQueue: the queued requests of one kind, and the rule that forms batches of them.
 //
 // Order      Requests are sorted by rank, smallest first; the rank is the arrival time minus the head start. Equal
-// ranks
-//            are in order of arrival.
+//            ranks are in order of arrival.
 // Ready      A batch is ready immediately if max_batch_size rows are queued. With fewer than min_batch_size rows, it is
 //            ready only after the pool's timeout; in between, the linger decides (batching.h).
 // Batches    A batch takes whole requests from the front; the first one that does not fit ends it. A request larger
-// than
-//            max_batch_size is taken in slices, which fill batches to the last row.
+//            than max_batch_size is taken in slices, which fill batches to the last row.
 // Deadlines  A request that has not begun by its deadline is returned as expired and never becomes part of a batch.
 // Claims     take, remove, expire and clear claim the requests that they return: the caller must complete them.
 //

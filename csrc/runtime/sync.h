@@ -12,9 +12,8 @@
 //     this_thread()                an ID to compare
 //     Activity of_this_thread(), and from other threads advanced() and ready(): whether a thread is active (activity.h)
 //     batches_on_this_thread()     int&: number of nested batches on the calling thread (strand.h counts)
-//     preempt()                    lets the tests' scheduler switch fibers; called before an atomic operation that
-//     decides
-//                                  something
+//     preempt()                    lets the tests' scheduler switch fibers; called before an atomic operation
+//                                  that decides something
 //
 // Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless
 // a header states an order.

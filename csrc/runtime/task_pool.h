@@ -9,10 +9,9 @@
 // Bounded    The queue has room for options.capacity requests. submit waits for room until a given time. If the thread
 //            may help, it meanwhile runs the strand's ready batches, unless another thread runs one.
 // Waiting    wait returns true once the request is done. A thread that may help runs ready batches of the strand
-// itself.
-//            That saves two thread switches for a single request, and lets a batch that waits for another expert run
-//            that expert's batch on the only worker. Waiting inside a batch for a request of the same strand could
-//            never end, so it throws std::logic_error.
+//            itself. That saves two thread switches for a single request, and lets a batch that waits for another
+//            expert run that expert's batch on the only worker. Waiting inside a batch for a request of the same strand
+//            could never end, so it throws std::logic_error.
 // Closing    After close, submit throws StoppedError, until the strand opens the pool again.
 // Destruction  The destructor completes requests that are still queued with the error Cancelled.
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.

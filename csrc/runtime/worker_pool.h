@@ -11,10 +11,9 @@
 // Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because the
 //           running ones wait; worker_pool_growth.h has the rule, and the thread that applies it, the watcher.
 // Stopping  request_stop refuses all further jobs and returns immediately. With Stop::kDrain, queued jobs still run;
-// with
-//           Stop::kCancel, jobs that have not started are cancelled. In both cases, jobs whose time has not come are
-//           cancelled, and running jobs are never interrupted. stop also waits until every worker has ended. Both may
-//           be called any number of times and from several threads. The destructor stops with kDrain.
+//           with Stop::kCancel, jobs that have not started are cancelled. In both cases, jobs whose time has not come
+//           are cancelled, and running jobs are never interrupted. stop also waits until every worker has ended. Both
+//           may be called any number of times and from several threads. The destructor stops with kDrain.
 // Errors    post and post_at return false after a stop. A worker that waits for the end of its own pool would wait for
 //           ever, so stop and wait_stopped_until then throw std::logic_error. The constructor throws
 //           std::invalid_argument for fewer than one worker; if the system refuses a thread, it ends the running ones
