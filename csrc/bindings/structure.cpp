@@ -37,8 +37,8 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
-  // Finds the memory that several tensors of an output share. These must not be cloned separately: an edit of one would
-  // then silently not show in the others, as it does after a direct call.
+  // Finds the memory that several tensors of an output share. These must not be cloned separately: a change of one
+  // would then no longer appear in the others, as it does after a direct call.
   void find_shared(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) {
       const size_t memory = memory_of(output);
@@ -81,7 +81,7 @@ class Split {
     const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
-    // The "unsafe" version allows in-place changes of one of several views: each goes to a different client.
+    // The "unsafe" version allows clients to change their results in place, although these are views of one tensor.
     PyObject* arguments[] = {apart.ptr(), sizes_.ptr()};
     const py::object views = own(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
     std::vector<py::object> parts;
@@ -124,7 +124,7 @@ class Split {
     return results;
   }
 
-  // Returns zero for a tensor without memory.
+  // Returns the address of a tensor's storage, or zero if it has none.
   static size_t memory_of(const py::object& tensor) {
     try {
       return tensor.attr("untyped_storage")().attr("data_ptr")().cast<size_t>();

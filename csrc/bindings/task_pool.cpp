@@ -91,7 +91,8 @@ class PyTaskPool {
   PyTaskPool(const PyTaskPool&) = delete;
   PyTaskPool& operator=(const PyTaskPool&) = delete;
 
-  // A thread that helps runs the batch on its own current device and stream, so a GPU must not be involved.
+  // Returns true if a waiting client may run the batch: only if no GPU is involved, because the batch would use the
+  // client's current device and stream.
   bool may_help(const Signature& signature) const { return !pin_memory && signature.on_cpu; }
 
   const std::string where;  // for errors
@@ -224,7 +225,7 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-// Rejects huge requests whose rows take no memory: nothing else would bound their number of batches.
+// Rejects requests with a huge number of rows that take no memory: nothing else would bound their number of batches.
 void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;

@@ -19,7 +19,7 @@ bool answers_as_usual(const Question& question) {
 
 void set_grad(bool enabled) { own(PyObject_CallOneArg(torch_calls().set_grad_enabled, enabled ? Py_True : Py_False)); }
 
-// Looks up a dotted name below torch, and keeps the object until the process ends; null if this torch lacks it.
+// Returns the object with a dotted name in torch, and keeps it until the process ends; null if this torch lacks it.
 PyObject* find_optional(const std::string& dotted) {
   try {
     py::object found = py::module_::import("torch");
@@ -41,10 +41,10 @@ PyObject* find(const char* dotted) {
 
 PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromString(name))); }
 
-// Returns settings of a thread in torch, with their values in a thread's initial state. They are few, since every
-// client that finds no other request reads them all: a thread in inference mode is recognised by its forward-mode
-// gradients, which are off. The interpreters belong to torch.func's transforms. Dispatch keys below autograd are
-// excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a frame
+// Returns the settings of a thread in torch that matter, with their values in a thread's initial state. There are few,
+// because every client that finds no other request reads all of them. Inference mode is recognised by forward-mode
+// gradients, which it turns off. The interpreters are those of torch.func's transforms. Dispatch keys below autograd
+// are excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a frame
 // callback while it runs compiled code.
 std::vector<Question> plain_state() {
   return {

@@ -1,4 +1,4 @@
-// Functions of torch that the bindings call, looked up once. Under the GIL.
+// Functions of torch that the bindings call, looked up once. Use everything here with the GIL held.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ struct Question {
 };
 
 struct TorchCalls {
-  PyObject* tensor;  // the type
+  PyObject* tensor;  // the type torch.Tensor
   PyObject* cat;
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;
@@ -23,8 +23,8 @@ struct TorchCalls {
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;
   const std::vector<Question>* plain_state;
-  PyObject* cuda;         // the module; null if torch has none, like the next two
-  PyObject* cuda_device;  // of this thread
+  PyObject* cuda;         // the module torch.cuda; null if this torch lacks it, like the next two
+  PyObject* cuda_device;  // returns this thread's current device
   PyObject* cuda_stream;
   PyObject* record;         // torch._C._profiler._RecordFunctionFast
   PyObject* requires_grad;  // names, interned
@@ -36,13 +36,13 @@ struct TorchCalls {
 // Throws an ImportError if torch does not have the expected names.
 const TorchCalls& torch_calls();
 
-// Returns true if a batch may run on this thread as it would on a worker: no setting is on that an operation, a graph
-// or a module would notice (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode does not
-// matter: GradMode sets it. A batch has its own context variables and stack depth anyway (batch.cpp).
+// Returns true if a batch would run on this thread as on a worker: none of the thread's settings affects operations,
+// graphs or modules (modes, autocast, hooks on saved tensors, transforms, another GPU). The grad mode does not matter,
+// because GradMode sets it; context variables and stack depth do not either, because a batch has its own (batch.cpp).
 bool thread_is_plain();
 
-// Makes this thread follow torch.set_num_threads: torch passes the number to OpenMP for each thread, but only at the
-// thread's first parallel loop, and a matrix product may come first.
+// Makes this thread use the number of threads that torch.set_num_threads set: torch passes it to OpenMP separately for
+// each thread, but only at the thread's first parallel loop, and a matrix product may come earlier.
 void adopt_thread_count();
 
 // Sets the grad mode during the object's lifetime.

@@ -35,7 +35,7 @@ void relax() {
 // The threads that wait for one batch's requests, in the order in which they will return.
 class Turnstile : public std::enable_shared_from_this<Turnstile> {
  public:
-  // `runs` is the seat of a thread that returns before all of them; null if there is none.
+  // `runs` is the seat of a thread that returns before all these seats' threads; null if there is none.
   Turnstile(std::vector<SeatPointer> seats, SeatPointer runs) : seats_(std::move(seats)), last_(std::move(runs)) {}
 
   void call_next();
@@ -56,9 +56,9 @@ struct Seat {
   SeatPointer before;
   std::shared_ptr<Turnstile> turnstile;
   std::atomic<bool> owes_call{false};
-  std::atomic<bool> left{false};  // true once its thread waits again, or is gone
+  std::atomic<bool> left{false};  // true once the seat's thread waits again, or has ended
 
-  // Calls this seat; true if its thread is ready to return.
+  // Calls this seat; returns true if its thread is ready to return.
   bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
     {
       const std::lock_guard lock(mutex);

@@ -19,12 +19,12 @@
 
 namespace pymoe::bindings {
 
-// Tells the turnstile that this thread is about to wait, so that the next one may come. Call it without the GIL.
+// Tells the turnstile that this thread is about to wait, so that the next thread may return. Call it without the GIL.
 void leave_turnstile();
 
 struct Seat;
 
-// A thread's place among those that wait; created and used without the GIL.
+// A waiting thread's place in the order of return; must be created and used without the GIL.
 class Place {
  public:
   explicit Place(TensorRequest& request);
@@ -32,16 +32,16 @@ class Place {
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
 
-  // Waits until the request is done and it is this thread's turn; returns false if that takes longer than `until`.
-  // After a true result the place is used up.
+  // Waits until the request is done and it is this thread's turn to return. Returns false if that is not so by `until`.
+  // After it has returned true, the place must not be used again.
   bool wait_until(std::chrono::steady_clock::time_point until);
 
  private:
   const std::shared_ptr<Seat> seat_;
 };
 
-// Calls end(), which ends requests. Clients that wait for them in a Place come back through a turnstile, after this
-// thread if it is a client's. Called without the GIL.
+// Calls end(), which ends requests. Clients that wait for these requests in a Place return through a turnstile, after
+// this thread if it is a client itself. Call it without the GIL.
 void deliver_through_turnstile(const std::function<void()>& end);
 
 }  // namespace pymoe::bindings

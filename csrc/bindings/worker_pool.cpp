@@ -27,7 +27,8 @@ Clock::duration seconds_up_to_a_year(double seconds, bool valid, const char* wha
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// A call on a pool and its outcome: the job and its future. Its Python objects are used under the GIL.
+// A call that a pool makes, and its outcome: both the job and the future. Its Python objects are used with the GIL
+// held.
 class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
  public:
   Task(py::object function, py::object args, py::object kwargs)
@@ -155,8 +156,8 @@ struct Helping {
   Helped* before;
 };
 
-// Makes the remaining calls, and waits for running ones. An interrupt drops calls that have not started; a second
-// one does not wait for the rest.
+// Makes the remaining calls on this thread, and waits for those of other threads. An interrupt drops the calls that
+// have not started; a second one also ends the wait for running calls.
 void wait_for(Calls& run) {
   Helped shared{&run, {}};
   const Helping helping(&shared);

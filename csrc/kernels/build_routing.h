@@ -1,13 +1,13 @@
 // build_routing: a stable counting sort of all choices by expert.
 //
 //     offsets[e + 1] - offsets[e] = min(capacity, choices of expert e)
-//     slot[t, k]  = offsets[e] + place,  place = choices of e = experts[t, k] before (t, k);  -1 if place >= capacity
+//     slot[t, k]  = offsets[e] + n,  n = number of choices of e = experts[t, k] before (t, k);  -1 if n >= capacity
 //     token[slot[t, k]] = t;  token[s] = -1 for s >= offsets[E]
 //
 // If `foreign` is set, an expert of E or more belongs to another rank: such a choice gets slot -1 and counts for no
 // expert, and nothing else changes. For any other expert outside [0, E) the CPU twin throws std::out_of_range and
-// leaves the outputs unspecified; the CUDA twin never throws for a value, and treats it as foreign. Neither touches
-// memory outside its buffers. No result depends on the number of threads. T * K < 2^31.
+// leaves the outputs unspecified; the CUDA twin never throws because of a value, and treats such an expert as foreign.
+// Neither accesses memory outside its buffers. No result depends on the number of threads. T * K must be below 2^31.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct BuildRoutingArguments {
   int64_t choices;       // K
   int64_t num_experts;   // E
   int64_t capacity;      // at least 0; T * K or more drops nothing
-  bool foreign = false;  // whether numbers of E or more are allowed, as experts of other ranks
+  bool foreign = false;  // true if experts of E or more are allowed, as those of other ranks
 };
 
 struct CountedRoutingArguments : BuildRoutingArguments {  // int32 experts, all in [0, E); no workspace

@@ -96,8 +96,8 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Replaces every warp's count of an expert's choices by the sum of the counts of all earlier warps. The threads from
-// number `first` on call it.
+// Replaces every warp's count of an expert's choices by the sum of the counts of all earlier warps. All threads from
+// thread `first` on must call it.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {
     int32_t counts[kWarps];

@@ -1,6 +1,6 @@
 // Three passes over blocks of choices, whose size depends only on the input's sizes: count each block's choices per
 // expert, scan the counts over (expert, block), then assign rows block by block. Within a block choices are visited in
-// order, and an expert's rows of an earlier block come first: stable, whichever thread runs which block.
+// order, and an expert's rows from earlier blocks come first, so the sort is stable, whichever thread runs which block.
 #include <algorithm>
 #include <cstring>
 

@@ -1,9 +1,9 @@
 // Stable counting sort on the GPU, in one launch for few choices and in two for many. (If the gate has counted the
 // choices, build_routing_counted_cuda.cu is used instead.)
 //
-// Choices are cut into tiles, one block each. To place its tile's rows a block needs two numbers per expert: the number
-// of choices of the expert in all (these give the offsets) and in earlier tiles. Blocks never wait for one another, so
-// they get these numbers in one of two ways:
+// Choices are cut into tiles, one block each. To place the choices of its tile, a block needs two counts of every
+// expert's choices: in all tiles (which gives the offsets) and in earlier tiles. Blocks never wait for one another, so
+// they get these counts in one of two ways:
 //
 //   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which is 128 KiB per block for the
 //                 S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of some seven
@@ -85,14 +85,15 @@ struct Tile {
   }
 };
 
-// --- the number of choices of an expert: in all, and before this tile ---
+// --- counts of an expert's choices: in all tiles, and in earlier tiles ---
 
 // The increment for a choice: 1 in the low half of the word (all tiles), and 1 in the high half if it lies in an
 // earlier tile.
 PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
 
-// Adds choices to a column of counts, `stride` bytes from expert to expert. To avoid a branch, a choice without an
-// expert is counted in front of the column, in words that only the scan uses, later.
+// Adds `count` to a column of counts for every choice in the pack; the counts of consecutive experts are `stride` bytes
+// apart. To avoid a branch, a choice without an expert is counted in front of the column, in words that only the scan
+// uses, later.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
                                 unsigned char* column) {
@@ -207,7 +208,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
   }
 }
 
-// Turns every warp's count of an expert's choices into the warp's first row for that expert.
+// Replaces every warp's count of an expert's choices by the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
   constexpr int kAtOnce = 4;  // counts read at once, before a write. Divides the warps
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;

@@ -4,12 +4,12 @@
 //
 // Sums are kept in fp32 (fp64 for fp64) and start at +0; product and addition are rounded separately; a choice with
 // slot -1 adds nothing. The order is the same for every element, so a result depends neither on the instruction set nor
-// on the number of threads. One pass: K rows are read and one is written, no (T, K, H) temporary.
+// on the number of threads. For each token, K rows are read and one is written, without a (T, K, H) temporary.
 //
-// With biases, y[s] + bias[e] takes the place of y[s], for the expert e that owns row s (core/expert_of_row.h); the sum
-// is not rounded, and a row without an expert gets no bias. The CPU twin checks the offsets as grouped_linear does.
-// With offsets that do not keep their contract the CUDA twin adds the bias of any expert, and touches no memory outside
-// of the tensors.
+// With biases, y[s] is replaced by y[s] + bias[e] for the expert e that owns row s (core/expert_of_row.h); this sum is
+// not rounded, and a row without an expert gets no bias. The CPU twin checks the offsets as grouped_linear does. If the
+// offsets break their contract, the CUDA twin may add the bias of any expert, but accesses no memory outside the
+// tensors.
 //
 // combine_backward, in one pass over y and grad:
 //
@@ -26,7 +26,7 @@
 // *used, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
 // below *used that no slot names is not written. A row that two slots name gets a gradient of either (on the GPU the
 // elements of such a row may come from both). Rows from *used on are 0 even if a slot names them. Row offsets are
-// 64-bit. There is no workspace.
+// 64-bit.
 #pragma once
 
 #include <cstdint>

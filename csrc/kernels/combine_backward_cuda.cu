@@ -24,7 +24,7 @@
 namespace pymoe::cuda {
 namespace {
 
-// The number of choices whose values fit into the registers at once.
+// Largest number of choices whose values fit into the registers together.
 template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
@@ -65,7 +65,7 @@ PYMOE_DEVICE S tree_sum(S (&values)[kCount]) {
   return values[0];
 }
 
-// The sums that a lane has in the end: `count` of them, from index `first` on, or none.
+// The sums that a lane has after add_lanes: `count` of them (possibly 0), starting at index `first`.
 struct Held {
   int first, count;
 };

@@ -12,7 +12,7 @@ PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
   }
 }
 
-// The choices of one token that were not dropped.
+// The choices of one token, without the dropped ones.
 template <typename T>
 struct Choices {
   const T** rows;            // room for K
@@ -21,8 +21,8 @@ struct Choices {
   int64_t count;
 };
 
-// `next` are the next token's rows, which are prefetched if they are 16-bit: converting a block of these takes longer
-// than loading it. Wider rows do not gain.
+// Computes one token's row of `out`. Meanwhile prefetches `next`, the next token's rows, if they are 16-bit: converting
+// a block of these takes longer than loading it. Wider rows are not faster with it.
 template <typename T, bool kWeighted, bool kBiased>
 PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
   constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;

@@ -31,7 +31,7 @@ struct Choices {
   S weight[kAtOnce];        // 0 if nothing is added: infinity times 0 would be NaN
 };
 
-// Reads the choices from `begin` on, but no slot past the token's last.
+// Reads up to kAtOnce choices of a token, starting at `begin`, but none past its last.
 template <typename S, int kAtOnce>
 PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, const S* weights, int64_t begin,
                                int64_t choices, int64_t rows) {
@@ -59,7 +59,7 @@ PYMOE_DEVICE void find_experts(Choices<S, kAtOnce>& now, const ExpertBiases& bia
   }
 }
 
-// Blocks per multiprocessor: as many registers per thread as the loads and sums need.
+// Blocks per multiprocessor; few enough that threads have the registers that their loads and sums need.
 template <int kAtOnce, bool kBiased>
 inline constexpr int kResident = (kAtOnce <= 2   ? 5
                                   : kAtOnce <= 4 ? 4

@@ -1,4 +1,4 @@
-// dispatch: the batch gather. Copies every token's row to the rows that its choices own.
+// dispatch: copies every token's row to the rows of `out` that its choices own.
 //
 //     out[slot[t, k]] = x[t]     for every choice with slot[t, k] >= 0
 //     out[s] = 0                 for rows s >= *used

@@ -23,7 +23,7 @@ bool can_stream(const void* base, int64_t row_bytes, int64_t total_bytes) {
          reinterpret_cast<uintptr_t>(base) % 16 == 0;
 }
 
-// target must be 16-byte aligned and bytes a multiple of 16 (can_stream).
+// Copies a row with non-temporal stores. `target` must be 16-byte aligned and `bytes` a multiple of 16 (can_stream).
 PYMOE_INLINE void stream_row(void* target, const void* source, int64_t bytes) {
   auto* to = static_cast<__m128i*>(target);
   const auto* from = static_cast<const __m128i*>(source);
@@ -39,7 +39,7 @@ PYMOE_INLINE void stream_row(void* target, const void* source, int64_t bytes) {
   for (; i < bytes / 16; ++i) _mm_stream_si128(to + i, _mm_loadu_si128(from + i));
 }
 
-// Orders streamed stores before anything that the thread publishes next.
+// Makes streamed stores visible to other threads before any later store of this thread.
 void finish_streaming() { _mm_sfence(); }
 #else
 bool can_stream(const void*, int64_t, int64_t) { return false; }

@@ -6,7 +6,7 @@
 //
 // With K = 8, eight times as many bytes are written as read, so stores must be wide and never wait. A token's slots are
 // therefore read once per thread, 8 at a time, together with the row. If input and output together are larger than a
-// GPU's L2 the stores are streaming: later reads would not find them there anyway.
+// GPU's L2, streaming stores are used: later reads would not find the rows in L2 anyway.
 //
 // The same threads then clear the rows from *used on, a share each: nothing if no choice was dropped, and with the
 // bandwidth of the whole GPU if many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
@@ -21,8 +21,8 @@ namespace pymoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // number of a row's words that a thread holds
-constexpr int kSlots = 8;   // number of slots that a thread holds
+constexpr int kUnroll = 4;  // number of words of a row that a thread keeps in registers
+constexpr int kSlots = 8;   // number of slots that a thread keeps in registers
 constexpr int64_t kLargerThanL2 = int64_t{64} << 20;
 
 struct Shape {
@@ -44,7 +44,7 @@ PYMOE_DEVICE void store_word(Word* to, const Word& word) {
   }
 }
 
-// Returns the number of the words 0, group, 2 * group, ... (at most kUnroll) that are among the first `left`.
+// Returns how many of the words 0, group, 2 * group, ..., (kUnroll - 1) * group are among the first `left` words.
 PYMOE_DEVICE int words_left(int64_t left, int group) {
   int count = 0;
 #pragma unroll
@@ -102,8 +102,8 @@ template <int kBytes, bool kStreaming>
 void dispatch_words(const DispatchArguments& a, void* stream) {
   using Word = word_of_bytes<kBytes>;
   Shape shape{a.tokens, a.choices, a.rows, a.row_bytes / kBytes, 0, 0, 0};
-  // Chooses the fewest stretches, and a group with enough threads for one: whole warps, or one thread per word of a
-  // short row.
+  // Use as few stretches as possible, and a group with enough threads for one stretch: whole warps, or fewer threads
+  // for a short row.
   shape.stretches = static_cast<int>(ceil_div(shape.row_words, kUnroll * kThreads));
   const int64_t threads = ceil_div(ceil_div(shape.row_words, shape.stretches), kUnroll);
   shape.group = static_cast<int>(std::min(shape.row_words, ceil_div(threads, kWarp) * kWarp));

@@ -1,4 +1,4 @@
-// gather_batch: many blocks of bytes, one after the other, in one copy.
+// gather_batch: copies many blocks of bytes into one, one after the other.
 //
 //     out[starts[i] .. starts[i + 1]) = sources[i][0 .. starts[i + 1] - starts[i])
 //

@@ -1,4 +1,4 @@
-// Many blocks of bytes to one, on the GPU, in one launch for up to 2000 of them.
+// Copies many blocks of bytes into one on the GPU, with one launch for up to 2000 of them.
 //
 // The table of pointers and starts is a parameter of the kernel: the driver copies it when the launch is
 // enqueued, or captured into a graph, so there is no staging buffer to allocate, to wait for or to keep alive. A
@@ -40,7 +40,7 @@ struct Table {
   int64_t starts[kMost + 1];  // strictly ascending from 0
 };
 
-// Returns the number of the block that holds byte `at`, which is one of first..last.
+// Returns the index of the block that contains byte `at` of the output; it must be in first..last.
 PYMOE_DEVICE int find_block(const int64_t* starts, int64_t at, int first, int last) {
   while (first < last) {
     const int middle = (first + last + 1) / 2;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   }
 }
 
-// Copies the first non-empty blocks, as many as a table holds, to `out`; returns how many blocks of the list are done.
+// Copies the first non-empty blocks, at most kMost, to `out`; returns the number of blocks of the list that are done.
 template <int kMost>
 int64_t gather_some(const void* const* sources, const int64_t* starts, int64_t count, Byte* out, void* stream) {
   Table<kMost> table;

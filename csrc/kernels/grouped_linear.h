@@ -9,23 +9,23 @@
 // expert without rows are zero. Every element of the output is written; the outputs are contiguous, the inputs may
 // have any strides (a stride is in elements).
 //
-// With an order the rows need not be sorted in memory: the r-th sorted row is row order[r] of x, y and grad.
-// The rules for rows past offsets[E] then apply to the rows that the first offsets[E] values of the order do not name;
-// later values are not read. The named rows must be distinct. x and grad are then contiguous, and every bit is
-// the same as for sorted, contiguous rows: sums over an expert's rows run in the given order.
+// With an order, the rows need not be sorted in memory: the r-th sorted row is row order[r] of x, y and grad. The rules
+// for rows past offsets[E] then apply to the rows that the first offsets[E] elements of the order do not name; its
+// other elements are not read. The named rows must be distinct, and x and grad must be contiguous. The results have the
+// same bits as for sorted rows: sums over an expert's rows run in the given order.
 //
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
 // depends only on the length of its sum and on the operands' strides: results are the same for any number of threads,
 // and a row of y does not depend on the rows around it. (If torch's grouped GEMM makes the product,
-// ops/torch_grouped_mm.h, the order is torch's.) If the processor multiplies bf16 (AVX512_BF16), the CPU twin of
-// bf16 treats subnormal operands, and sums that would be subnormal, as zero.
+// ops/torch_grouped_mm.h, the order is torch's.) On processors that multiply bf16 (AVX512_BF16), the CPU twin treats
+// subnormal operands in bf16, and sums of their products that would be subnormal, as zero.
 //
-// `offsets` must start at 0, not decrease, and end within S; `order` must name rows in [0, S), none twice. The CPU twin
-// throws std::invalid_argument or std::out_of_range otherwise, before it touches any memory. The CUDA twin, which reads
-// nothing on the host, uses 0 for the first offset, the greatest earlier offset for one that decreases, and S for one
-// above S; it skips values of an order that name no row. It never reads or writes a row outside of [0, S), and rows
-// of experts with correct offsets are correct, unless the order names them twice. With a wrong order some rows of y may
-// not be written.
+// `offsets` must start at 0, not decrease, and not exceed S; `order` must name rows in [0, S), none twice. Otherwise
+// the CPU twin throws std::invalid_argument or std::out_of_range before it accesses any row. The CUDA twin, which reads
+// nothing on the host, takes 0 for the first offset, the greatest earlier offset for one that decreases, and S for one
+// above S; it skips elements of an order that name no row. It never reads or writes a row outside [0, S), and the rows
+// of experts with correct offsets are correct, unless the order names them twice. With a wrong order, some rows of y
+// may not be written.
 //
 // Memory: the CPU twin keeps a few MiB per thread between calls; the CUDA twin works in `workspace`.
 #pragma once
@@ -83,10 +83,11 @@ void grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* stream);
 
-// Steps around a product that another grouped GEMM makes: before it, a plan, whose first E + 1 values are offsets
-// that keep the contract; after it, zeros for rows and gradients without an expert's rows. The product is in bf16 and
-// contiguous at a 16-byte boundary, its rows are multiples of 16 bytes, and the workspace holds the plan. There is no
-// bias: layers leave it to the operator after the product.
+// Steps before and after a product that another grouped GEMM makes. plan_ writes the plan into the workspace; its first
+// E + 1 values are offsets that keep the contract. complete_ writes zeros to rows without an expert, and to the
+// gradients of experts without rows. The product must be bf16, contiguous and 16-byte aligned, with rows of a multiple
+// of 16 bytes, and the workspace must still contain the plan. There is no bias: layers leave it to the operator after
+// the product.
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);

@@ -42,7 +42,7 @@ void fill_zero(void* begin, int64_t bytes) {
                [&](int64_t from, int64_t to) { memset(data + from, 0, static_cast<size_t>(to - from)); });
 }
 
-// A block of the output of one expert: one task.
+// A block of an expert's output: the work of one task.
 struct Block {
   int64_t expert;
   int64_t row;
@@ -51,7 +51,7 @@ struct Block {
   int64_t columns;
 };
 
-// Results of at least this many bytes leave the caches before they are read again.
+// Results of at least this many bytes are evicted from the caches before they are read again.
 constexpr int64_t kLeavesCache = int64_t{64} << 20;
 
 int64_t pieces(int64_t length, int64_t piece) { return (length + piece - 1) / piece; }
@@ -89,7 +89,7 @@ std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) 
   return blocks;
 }
 
-// Clears the rows of y that have no expert: those from the last offset on, or that the order does not name.
+// Clears the rows of y that have no expert: those from the last offset on or, with an order, those it does not name.
 void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>& named) {
   const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
   auto* y = static_cast<char*>(a.out);
@@ -178,8 +178,8 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                });
 }
 
-// Throws unless offsets and order keep their contract. Returns a flag for each row, which is set if the order names the
-// row.
+// Throws unless offsets and order keep their contract. Returns a flag for each row, set if the order names the row;
+// none without an order.
 std::vector<char> check(const GroupedArguments& a) {
   check_offsets("grouped_linear", a.offsets, a.experts, a.rows);
   if (a.order == nullptr) return {};

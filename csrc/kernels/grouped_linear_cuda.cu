@@ -6,14 +6,13 @@
 // 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
 // experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
 //
-// Tiles of 128 x 256 would read fewer bytes. Compiled as an experiment, their 256 threads take 223 to 240 registers,
-// without a spill, so that a multiprocessor holds one block, with no other that multiplies while it finds its tile,
-// waits for its first stage and writes its result. So they are not used: torch makes the products of bf16, and only
-// fp16 and layers with biases remain for this kernel on such a GPU.
+// Tiles of 128 x 256 would read fewer bytes, but are not used. Compiled as an experiment, their 256 threads took 223 to
+// 240 registers each, without a spill, so only one block fits a multiprocessor, and no other block multiplies while it
+// finds its tile, waits for its first stage and writes its result. Little would be gained, too: on such a GPU, torch
+// makes most products of bf16 (ops/torch_grouped_mm.h).
 //
-// Rows in a given order are read and written at their places, which a thread looks up once per tile, or for every
-// depth of a weight's gradient. The first row or depth of a tile is one of the order, so tiles and sums are the same as
-// for sorted rows.
+// Rows in a given order are read and written where the order says; a thread looks this up once per tile, or for every
+// depth of a weight's gradient. Tiles are cut from the order, so tiles and sums are the same as for sorted rows.
 //
 // If torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
 // what it leaves out; they return immediately for tiles and experts that lack nothing.
@@ -32,8 +31,8 @@ namespace {
 
 constexpr const char* kName = "grouped_linear";
 
-// Writes a tile's part of the output: rows of `pitch` elements, each at its place from `to` on. f(row, column) returns
-// the value to add.
+// Adds the bias to a tile's sums, rounds them and writes them to its part of the output, which begins at `to` and has
+// rows of `pitch` elements. `places` gives the position of each row.
 template <typename T, typename Tile, typename Places>
 PYMOE_DEVICE void write_tile(const Tile& tile, T* to, int64_t pitch, const Places& places, int rows, int columns,
                              const T* bias, int64_t bias_step, bool in_runs) {
@@ -69,7 +68,7 @@ PYMOE_DEVICE void clear_tile(T* to, int64_t pitch, int rows, int columns) {
   }
 }
 
-// The parameters for storing y: its memory, the bias and the sizes.
+// What the kernels need to store y: its memory, the bias and the sizes.
 template <typename T>
 struct Output {
   T* y;
@@ -266,13 +265,13 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// True if threads may store their runs of `features` columns as one access of 16 bytes each.
+// Returns true if threads may store each of their runs of columns with one 16-byte access.
 template <typename T>
 bool in_runs(const void* output, int64_t features) {
   return widest_access({output}, features * static_cast<int64_t>(sizeof(T))) == 16;
 }
 
-// The number of rows of a tile of y. All products of a layer for the same rows have tiles of the same rows.
+// Returns the number of rows in a tile of y.
 int tile_rows_of(const GroupedArguments& a) {
   return size_of(a.dtype) == 2 && a.rows >= 128 * a.experts ? 128 : kTileRows;
 }

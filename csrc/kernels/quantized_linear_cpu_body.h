@@ -459,11 +459,11 @@ PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
   return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
 }
 
-// Of a row's integers; where bytes are multiplied, of its high bytes, and of its low ones (with FEAT_I8MM, of both).
+// Bytes of a row's integers in one multiply instruction; if it multiplies bytes, all high or all low (FEAT_I8MM: both).
 inline constexpr int64_t kFactorBytes = PYMOE_ISA_HAS_I8MM ? 16 : 4;
 
-// The number of rows that use registers together, and of vectors of outputs: as many as the registers
-// hold, which with 4 bits also hold the scaled sums. Four vectors read whole words, and load less for each product.
+// The largest number of rows that are multiplied together, and the number of vectors of outputs, limited by the
+// registers for sums (in 4-bit formats, also for scaled sums). Four vectors need fewer loads per product.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 inline constexpr int kMostRows = bits_of(kFormat) == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;

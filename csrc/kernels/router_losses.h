@@ -5,8 +5,8 @@
 //
 // Contract: pymoe/reference/router_losses.py. Sums over tokens run over blocks of kLossBlock tokens: in the accumulated
 // dtype and in order within a block, in fp64 and in kSumLanes lanes (like sums over experts, core/score.h) over blocks.
-// So there is one result for any number of threads and for both twins, except that their libraries' logarithms may
-// differ in the last bit. The backward recomputes the probabilities and writes each gradient once:
+// So the result is the same for any number of threads and for both twins, except that the logarithms of their libraries
+// may differ in the last bit. The backward recomputes the probabilities and writes each gradient once:
 //
 //     softmax: grad = p_te * (a (f_e - <f, p_t>) + b lse_t)    a = grad_balance * E / T, b = 2 * grad_z / T
 //     sigmoid: the first part is a (f_e - <f, p_t>) s (1 - s) / S, with S the sum of the token's scores s; if S is

@@ -58,7 +58,7 @@ class Fraction {
   std::unique_ptr<double[]> values_;
 };
 
-// Returns the sum of `blocks` values, added in kSumLanes lanes.
+// Returns the sum of `blocks` values, kept in kSumLanes partial sums, which are added as a balanced tree.
 double sum_of_blocks(const double* sums, int64_t blocks) {
   double lanes[kSumLanes] = {};
   for (int64_t block = 0; block < blocks; ++block) lanes[block % kSumLanes] += sums[block];

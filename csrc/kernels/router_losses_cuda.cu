@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// Returns the number of bytes of the table of shares; 0 without a table.
+// Returns the size of the table of shares in bytes; 0 if there is none.
 template <typename S>
 int64_t table_bytes(const void* load, int64_t num_experts) {
   const int64_t bytes = num_experts * static_cast<int64_t>(sizeof(S));

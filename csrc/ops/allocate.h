@@ -1,4 +1,4 @@
-// New output tensors.
+// Allocation of output tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -22,7 +22,7 @@ inline torch::stable::Tensor contiguous(torch::headeronly::IntHeaderOnlyArrayRef
                                         torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {
   namespace conversions = torch::stable::detail;
   std::vector<int64_t> strides(shape.size());
-  uint64_t stride = 1;  // may overflow if a size is 0, when no element uses it
+  uint64_t stride = 1;  // may overflow only if a size is 0; there is no element then that would use it
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = static_cast<int64_t>(stride);
     stride *= static_cast<uint64_t>(std::max<int64_t>(shape[i], 1));
@@ -55,9 +55,9 @@ inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shap
   return tensor;
 }
 
-// Returns an uninitialised tensor (rows, columns) with the dtype and device of `like`. It lies in the memory of `used`,
-// whose values are no longer needed, if that is large enough and the tensor has kWorth bytes: memory that was just
-// written needs no new pages. Otherwise, or if `used` is null, its memory is new.
+// Returns an uninitialised tensor (rows, columns) with the dtype and device of `like`. It reuses the memory of `used`,
+// whose values must no longer be needed, if that is large enough, has the same dtype and device, and the new tensor has
+// at least kWorth bytes: no new pages are then needed. Otherwise, or if `used` is null, its memory is new.
 inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
                                       const torch::stable::Tensor& like) {
   constexpr int64_t kWorth = int64_t{4} << 20;  // bytes from which reuse pays
@@ -72,7 +72,7 @@ inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t
   return torch::stable::view(torch::stable::narrow(all, 0, 0, count), {shape, 2});
 }
 
-// Scratch memory of a call, which lives as long as this object. There is none if `count` is 0.
+// Owns the scratch memory of a call: `count` elements. data() is null if `count` is 0.
 struct Workspace {
   std::optional<torch::stable::Tensor> values;
   Workspace(int64_t count, torch::headeronly::ScalarType dtype, const torch::stable::Tensor& like) {

@@ -5,7 +5,8 @@
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
-// pymoe::apply_chosen_experts: gate_topk, then apply_experts of its choice, also without gradients; returns (y, load).
+// pymoe::apply_chosen_experts: gate_topk, then apply_experts with the chosen experts, also without gradients; returns
+// (y, load).
 //
 // pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: as apply_experts and apply_chosen_experts,
 // but with quantised weights and quantized_linear. `layout` holds format and output features of w_in, format and output
@@ -49,7 +50,7 @@ Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, con
   return combine_op::combine(rows, slot, weights, networks.left_to_combine(rows), offsets);
 }
 
-// Returns true if the operators after the products of rows like `x` add the biases.
+// Returns true if, for rows like `x`, the operators after the products must add the biases.
 bool adds_later(const Tensor& x) {
   return on_cuda(x) && x.scalar_type() == ScalarType::BFloat16 &&
          grouped_linear_op::torch_multiplies(x.is_cpu() ? 0 : x.get_device_index());
@@ -65,7 +66,7 @@ Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::
   return build_routing_op::build_routing(experts, num_experts, capacity, foreign);
 }
 
-// Networks that are not quantised. `whole` means that every choice has a row.
+// Networks with weights that are not quantised. `whole` is the promise of grouped_linear (ops/grouped_linear.cpp).
 struct Networks {
   const Tensor &w_in, &w_out;
   const std::optional<Tensor>&b_in, &b_out;
@@ -173,7 +174,7 @@ apply_chosen_experts_recorded(const Tensor& x, const Tensor& logits, const std::
   return {s.y, s.rows, s.inner, s.active, s.outer, slot, token, offsets, chosen.load, chosen.weights, chosen.experts};
 }
 
-// Networks that are quantised.
+// Networks with quantised weights.
 struct QuantizedNetworks {
   const Tensor &w_in, &w_out;
   const std::optional<Tensor>&b_in, &b_out;

@@ -49,7 +49,7 @@ void require(bool condition, const char* operator_name, const Parts&... parts) {
   if (!condition) fail(operator_name, parts...);
 }
 
-// The tensor must have exactly these sizes and be contiguous; -1 stands for any size.
+// Throws unless the tensor has exactly these sizes (-1 allows any size) and is contiguous.
 inline void require_shape(const char* operator_name, const char* argument, const Tensor& tensor,
                           std::initializer_list<int64_t> sizes) {
   bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
@@ -80,7 +80,7 @@ inline void require_same_device(const char* operator_name, const char* argument,
   require(tensor.device() == other.device(), operator_name, argument, " is on another device");
 }
 
-// Makes all three checks; `like` is on the required device.
+// Checks dtype, shape and device; the device must be that of `like`.
 inline void require_tensor(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType dtype,
                            std::initializer_list<int64_t> sizes, const Tensor& like) {
   require_dtype(operator_name, argument, tensor, dtype);

@@ -15,8 +15,8 @@ namespace {
 
 constexpr const char* kName = "expert_activation";
 
-// Checks the arguments and returns the result of the forward, or of the backward if there is a `grad`. `kind` is an
-// index into KINDS of pymoe/_common/types.py.
+// Checks the arguments, then computes and returns the result of the forward, or of the backward if `grad` is given.
+// `kind` is an index into KINDS of pymoe/_common/types.py.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
                    int64_t kind, SwigluClamp<double> clamp, bool interleaved, const std::optional<Tensor>& bias,
                    const std::optional<Tensor>& offsets, const Tensor* used = nullptr) {

@@ -24,7 +24,7 @@ struct Chosen {
   std::optional<Tensor> memory{};
 };
 
-// Returns the gate's choice. `counted`: whether to count the choices for build_routing, if the twin can.
+// Returns the gate's choice. With `counted`, the twin also counts the choices for build_routing, if it can.
 Chosen choose(const Tensor& logits, const std::optional<Tensor>& bias, int64_t k, const std::string& score,
               bool renormalize, int64_t num_groups, int64_t topk_groups, double scale, bool counted);
 }  // namespace gate_topk_op

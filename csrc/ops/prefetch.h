@@ -45,7 +45,7 @@ inline void prefetch(const void* data, size_t bytes, Prefetch what) {
   }
 }
 
-// Asks for the weights (E, ...) of the experts that have rows.
+// Asks the system to read the weights of the experts that have rows. `weights` is (E, ...).
 inline void prefetch_chosen(const torch::stable::Tensor& weights, const torch::stable::Tensor& offsets, Prefetch what) {
   if (what == Prefetch::kNothing || weights.dim() == 0 || !weights.is_contiguous()) return;
   const int64_t experts = std::min(weights.size(0), offsets.numel() - 1);

@@ -30,7 +30,7 @@ struct Call {
   int64_t rows;
   int64_t experts;
   const int32_t* offsets;
-  int32_t all[2];              // the offsets, if there are none
+  int32_t all[2];              // offsets to use if `offsets` is null: all rows go to the only expert
   std::vector<int64_t> shape;  // of the result
 
   const int32_t* bounds() const { return offsets == nullptr ? all : offsets; }

@@ -34,7 +34,8 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
-// Read once, so that the choice of kernel does not change while a process runs.
+// Returns true unless PYMOE_TORCH_GROUPED_MM is 0. The variable is read only once, so that the choice of kernel does
+// not change while the process runs.
 inline bool wanted() {
   static const bool answer = [] {
     const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");
@@ -46,7 +47,7 @@ inline bool wanted() {
   return answer;
 }
 
-// Contiguous by rows or, with `either`, by columns.
+// Returns true if the matrix is aligned and its elements are contiguous along rows or, with `either`, along columns.
 inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
   const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
   const bool by_columns = m.row_stride == 1 && m.column_stride >= rows && aligned({m.column_stride});
@@ -77,10 +78,10 @@ inline bool torch_takes(const GroupedWeightGradArguments& a, int capability) {
          takes_matrix(a.grad, a.rows, a.output_features) && takes_matrix(a.x, a.rows, a.input_features);
 }
 
-// True if the product below leaves zeros in the gradient of an expert without rows. For 9.0 torch's kernels clear every
-// sum before they check for rows, as the machine code of torch 2.11, 2.12 and 2.13 shows; of no other version is it
-// known. For 10.0 they may leave anything (pytorch/pytorch#172439). The version is that of the torch that runs, because
-// one wheel serves all.
+// Returns true if the product below is known to write zeros into the gradient of an expert without rows. On compute
+// capability 9.0, torch's kernels clear every sum before they check for rows, as the machine code of torch 2.11, 2.12
+// and 2.13 shows; other versions were not examined. On 10.0 they may leave anything there (pytorch/pytorch#172439). The
+// version is that of the torch in use, because one wheel serves all versions.
 inline bool torch_clears_idle_experts(int capability) {
   const uint64_t version = aoti_torch_abi_version() >> 48;  // major and minor, a byte each
   return capability == 90 && version >= 0x020b && version <= 0x020d;

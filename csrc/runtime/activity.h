@@ -1,7 +1,7 @@
 // ThreadActivity: tells whether another thread is active or waits.
 //
-// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change at
-// all, and it is not ready to run. A thread that is ready but gets no processor on a busy machine does not wait.
+// A thread that waits (for a lock, a socket, a time) uses no processor: its processor time does not change, and it is
+// not ready to run. A thread that is ready but gets no processor on a busy machine counts as active.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,18 @@ namespace pymoe::runtime {
 
 class ThreadActivity {
  public:
-  // Makes the activity of a thread that has not started, which counts as active.
+  // Constructs the activity of a thread that has not started yet; such a thread counts as active.
   ThreadActivity() = default;
   static ThreadActivity of_this_thread();
 
-  // Returns true if the thread, which must not have ended, has used a processor since the last call.
+  // Returns true if the thread has used a processor since the last call, or if this is the first one. The thread must
+  // not have ended.
   bool advanced();
   // Returns true if the thread runs, or would if it got a processor. Takes ten times as long as advanced().
   bool ready() const;
 
  private:
-  int64_t thread_ = 0;  // the system's ID; 0: unknown
+  int64_t thread_ = 0;  // the system's thread ID; 0: unknown
   int64_t clock_ = 0;
   int64_t seen_ = -1;  // nanoseconds of processor time
 };

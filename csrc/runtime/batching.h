@@ -1,7 +1,7 @@
-// The rule by which a queue of requests becomes a batch: the options of a pool, and the linger.
+// The rule that decides when queued requests become a batch: the options of a pool, and the linger.
 //
-// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends; of the
-// three limits there, the adaptive one is called patience here.
+// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends; the
+// adaptive one of its three limits is called patience here.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct BatchingOptions {
   std::optional<Duration> timeout;  // longest time that a request waits for min_batch_size rows; none: no limit
   Duration linger = std::chrono::milliseconds(5);
   int64_t capacity = 65536;  // largest number of requests in the queue
-  bool isolate = false;      // run a batch that failed again in halves, so that only a bad request fails
+  bool isolate = false;      // if a batch fails, run its halves again, so that only bad requests fail
 
   // Throws std::invalid_argument if an option is out of range.
   void check() const {
@@ -53,8 +53,9 @@ class Linger {
     expected_ = std::max(expected_, in_flight);
   }
 
-  // Notes that a batch begins, with `queued` requests to choose from. If more were expected, the patience is halved. If
-  // all have come, and more than one was expected when the last batch ended, waiting pays, and the patience is doubled.
+  // Notes that a batch begins while `queued` requests are in the queue. If more were expected, waiting was useless, and
+  // the patience is halved. If all have arrived, and more than one was expected when the last batch ended, waiting
+  // paid, and the patience is doubled.
   void started(int64_t queued) {
     if (queued < expected_) {
       patience_ = std::max(patience_ / 2, kLeastPatience);
@@ -70,7 +71,7 @@ class Linger {
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
-  // Returns true if as many requests are queued as were in flight when a batch last began, or since.
+  // Returns true if all expected requests are queued: as many as when a batch last began, or as were in flight since.
   bool complete(int64_t queued) const { return queued >= expected_; }
 
   // Returns the time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at
@@ -88,7 +89,7 @@ class Linger {
 
   const Duration limit_;
   int64_t expected_ = 1;
-  int64_t promised_ = 1;  // value of expected_ when the last batch ended; over 1: there were requests to wait for
+  int64_t promised_ = 1;  // value of expected_ when the last batch ended; above 1: there were requests to wait for
   double patience_ = 1;
   Duration batch_{};   // moving average of the durations of batches
   Time last_event_{};  // time of the last arrival, or of the last end of a batch

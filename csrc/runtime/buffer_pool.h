@@ -1,10 +1,11 @@
-// BufferPool: memory for batches, kept for the next batch after use.
+// BufferPool: memory for batches, kept for later batches after use.
 //
-// New memory costs a page fault for every 4 KiB, which is more than copying 4 KiB. Blocks come in size classes, four
-// for every power of two, so that a block is at most a quarter larger than requested.
+// New memory costs a page fault for every 4 KiB, which takes longer than copying 4 KiB. Blocks have at least 256 bytes
+// and come in size classes, four for every power of two, so that a larger block exceeds the request by at most a
+// quarter.
 //
-// Bounded   At most most_cached_bytes are kept. If a returned block does not fit, blocks of other sizes are freed, the
-//           largest first; if that is not enough, the returned block itself is freed.
+// Bounded   At most most_cached_bytes bytes are kept. If a returned block does not fit, blocks of other sizes are
+//           freed, the largest first; if that is not enough, the returned block itself is freed.
 // Threads   take and give_back may be called from any thread. Every block must be back before its pool is destroyed.
 // Aligned   Every block begins at a multiple of 64 bytes.
 #pragma once
@@ -68,7 +69,7 @@ class BufferPool {
     free_all(freed);
   }
 
-  // Called around a fork, so that the child finds the lock free and the members consistent.
+  // Call these before and after a fork, so that the child finds the lock free and the members consistent.
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
@@ -96,8 +97,8 @@ class BufferPool {
     return true;
   }
 
-  // Removes blocks of classes other than `spared` until `bytes` more fit. Returns them as a chain, which the caller
-  // frees.
+  // Removes blocks of classes other than `spared` until `bytes` more bytes fit, or none is left. Returns the removed
+  // blocks as a chain, which the caller frees.
   Header* make_room(size_t bytes, int spared) noexcept {
     Header* chain = nullptr;
     for (int i = kClasses - 1; i >= 0 && cached_bytes_ + bytes > most_cached_bytes_; --i) {
@@ -111,7 +112,7 @@ class BufferPool {
     return chain;
   }
 
-  // Returns the number of bytes of a block: class 4 p + q has (4 + q) * 2^p units of 64 bytes.
+  // Returns the size in bytes of the blocks of a class: class 4 p + q has (4 + q) * 2^p units of 64 bytes.
   static size_t size_of(int size_class) {
     return (size_t{4} + static_cast<size_t>(size_class % 4)) << (size_class / 4 + 6);
   }
@@ -120,7 +121,7 @@ class BufferPool {
     if (bytes > SIZE_MAX / 4) throw std::bad_alloc();
     const size_t units = bytes <= 4 * kAlignment ? 4 : (bytes + kAlignment - 1) / kAlignment;
     const int power = static_cast<int>(std::bit_width(units)) - 3;
-    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8, where 8 is 4 of the next power
+    const size_t quarters = (units + (size_t{1} << power) - 1) >> power;  // 4 to 8; 8 means 4 of the next power
     return power * 4 + static_cast<int>(quarters) - 4;
   }
 

@@ -5,12 +5,13 @@
 // Claiming   Exactly one caller of claim() gets true. Only that caller may run the operation, cancel it or let it
 //            expire, and it must call complete(). So a worker, a waiting thread that helps, a canceller and a deadline
 //            can all try to claim one task, and exactly one of them gets it.
-// Waiting    Every wait returns, whether it began before the end or after it. `error` is null if all went well, and
-//            does not change after the end.
-// Callbacks run once each, in the order in which they were added, on the thread that completes, or immediately on the
-//            thread that adds them after the end; never under a lock. A callback that was added with a key can be
-//            removed (remove) until the operation ends. They must not throw. A thread that completes several operations
-//            ends all of them (end) before it runs their callbacks: a callback may wait for any of them.
+// Waiting    Every wait returns once the operation has ended, or its time is over. `error` is null if the operation
+//            succeeded, and does not change after the end.
+// Callbacks run once each, in the order in which they were added, on the thread that completes the operation; if added
+//            after the end, immediately on the thread that adds them. No lock is held while they run, and they must not
+//            throw. A callback that was added with a key can be removed (remove) until the operation ends. A thread
+//            that completes several operations ends all of them (end) before it runs any callback, because a callback
+//            may wait for any of these operations.
 // Wakers     are callbacks that only wake waiting threads: they run as part of the end.
 // Lifetime   A thread that waits or completes must hold a reference: use it through a shared_ptr.
 #pragma once
@@ -27,7 +28,7 @@
 
 namespace pymoe::runtime {
 
-// The error of an operation that was dropped before it had started.
+// The error of an operation that was dropped before it, or all of it, had started.
 class Cancelled : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -62,8 +63,8 @@ class Completion {
     return true;
   }
 
-  // Returns the error, or null if all went well. Call only after the end: then it never changes, and is read without
-  // the lock.
+  // Returns the error, or null if the operation succeeded. Call only after the end: the error no longer changes then,
+  // so it is read without the lock.
   const std::exception_ptr& error() const { return error_; }
 
   void on_done(Callback callback, const void* key = nullptr) { add(callbacks_, {key, std::move(callback)}); }
@@ -86,7 +87,7 @@ class Completion {
     return stage_.compare_exchange_strong(expected, Stage::kRunning, std::memory_order_acq_rel);
   }
 
-  // Ends the operation and runs the callbacks. Called once, by the thread whose claim() returned true.
+  // Ends the operation and runs the callbacks. Must be called once, by the thread whose claim() returned true.
   void complete(std::exception_ptr error = nullptr) {
     for (const KeyedCallback& callback : end(std::move(error))) callback();
   }
@@ -109,7 +110,7 @@ class Completion {
  protected:
   Completion() = default;
 
-  // Gives a claim back if its holder did not run the operation, which is pending again after that.
+  // Reverses claim(), if its caller has not run the operation: the operation is pending again.
   void unclaim() { stage_.store(Stage::kPending, std::memory_order_release); }
 
  private:

@@ -6,15 +6,15 @@
 //     executor.request_stop(Stop::kDrain);
 //     while (!executor.wait_stopped_until(...)) ...
 //
-// Stopping request_stop closes the pools of every strand and returns immediately. With kDrain their requests still run,
-//            with kCancel requests that have not begun are cancelled. wait_stopped_until is true once every request is
-//            done and every thread has ended. Every request that was ever submitted is done by then. Both may be called
-//            repeatedly. The destructor stops with kCancel.
-// Release    wait_released_until detaches a strand whose own request_stop was called, once its requests are done: an
-//            expert may leave while others continue. Before that, while nobody waits, reopen reverses the request.
-// Errors     attach throws StoppedError after a stop, and std::logic_error for a strand that is already attached to an
-// executor.
-//            Waiting for the end on a worker, or inside a batch, throws std::logic_error.
+// Stopping   request_stop closes the pools of every strand and returns immediately. With kDrain, their requests still
+//            run; with kCancel, requests that have not begun are cancelled. wait_stopped_until returns true once every
+//            submitted request is done and every thread has ended. Both may be called repeatedly. The destructor stops
+//            with kCancel.
+// Release    wait_released_until detaches a strand once its requests are done, so that an expert can leave while others
+//            continue. Call the strand's own request_stop before. reopen reverses that request_stop, if no thread waits
+//            for the strand's end.
+// Errors     attach and reopen throw StoppedError after a stop; attach throws std::logic_error if the strand is already
+//            attached to an executor. wait_stopped_until throws std::logic_error on a worker or inside a batch.
 // Threads    All functions may be called from any thread.
 #pragma once
 
@@ -65,8 +65,8 @@ class Executor {
     return true;
   }
 
-  // Reverses the strand's request_stop, if no thread waits for its end; attaches the strand again if it was already
-  // detached.
+  // Reverses the strand's request_stop, and attaches the strand again if it was already detached. No thread may be
+  // waiting for the strand's end.
   void reopen(const StrandPointer& strand) {
     {
       const std::lock_guard lock(mutex_);

@@ -11,7 +11,8 @@ constexpr size_t kLanes = 4;                        // independent multiplicatio
 constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;       // 2^64 divided by the golden ratio
 constexpr uint64_t kOtherOdd = 0xC2B2AE3D27D4EB4F;  // a prime
 
-// The step is bijective in the state for any word, and in the word for any state. So no single change is lost.
+// For any word, this is a bijection of the state, and for any state a bijection of the word. So a change of a single
+// word always changes the result.
 uint64_t mix(uint64_t state, uint64_t word) { return std::rotl(state ^ (word * kOtherOdd), 29) * kOdd; }
 
 struct Lanes {
@@ -24,8 +25,8 @@ struct Lanes {
   }
 };
 
-// Returns which of `count` lines is read in a round. Fractions of multiples of the golden ratio are spread evenly: no
-// gap is much wider than the others.
+// Returns the index of the line, among `count` lines, that is read in a round. The fractional parts of multiples of the
+// golden ratio are spread evenly: no gap is much wider than the others.
 size_t place_in_part(uint64_t round, size_t count) {
   const uint64_t fraction = (round * kOdd) >> 32;
   return static_cast<size_t>((fraction * count) >> 32);
@@ -39,7 +40,7 @@ uint64_t fingerprint(const unsigned char* memory, size_t bytes, uint64_t round, 
   if (whole || bytes <= kWholeBytes) {
     for (size_t line = 0; line < full; ++line) lanes.add(memory + line * kLineBytes);
   } else {
-    const unsigned char* lines[kLines - 1] = {memory};  // prefetched together: most of them are in main memory
+    const unsigned char* lines[kLines - 1] = {memory};  // prefetched together, since most are not in a cache
     constexpr size_t kParts = kLines - 2;
     for (size_t part = 0; part < kParts; ++part) {
       const size_t begin = 1 + part * (full - 1) / kParts, end = 1 + (part + 1) * (full - 1) / kParts;

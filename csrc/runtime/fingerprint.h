@@ -1,9 +1,9 @@
-// Fingerprints of memory: if two differ, the memory was written to in between.
+// Fingerprints of memory: if two of the same round differ, the memory was written to in between.
 //
-// Memory of up to kWholeBytes is read completely, and larger memory if the caller asks for it. Otherwise kLines lines
-// of 64 bytes are read, among them the first and the last. The other lines are spread evenly and move from round to
-// round, so that every line is read within 2 n rounds if one of n lines is read in a round. Two fingerprints of one
-// round read the same lines.
+// Memory of up to kWholeBytes bytes is read completely, as is larger memory if the caller asks for it. Otherwise kLines
+// lines of 64 bytes are read: the first, the last, and one line of each of kLines - 2 equal parts between them. The
+// round selects the lines: two fingerprints of the same round read the same lines, and any 2 n successive rounds read
+// every line of a part of n lines.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ inline constexpr size_t kLineBytes = 64;
 inline constexpr size_t kLines = 32;
 inline constexpr size_t kWholeBytes = 2 * kLines * kLineBytes;
 
-// Returns the fingerprint of `bytes` bytes. `round` chooses the lines that are read, and `whole` means all of them. A
-// change of a single 8-byte word that is read changes the fingerprint; other changes of what is read do so except with
-// a chance of 2^-64.
+// Returns the fingerprint of `bytes` bytes at `memory`. `round` selects the lines that are read; with `whole`, all are
+// read. If a single 8-byte word that is read changes, the fingerprint changes; if several change, it stays the same
+// with a probability of about 2^-64.
 uint64_t fingerprint(const unsigned char* memory, size_t bytes, uint64_t round, bool whole);
 
 }  // namespace pymoe::runtime

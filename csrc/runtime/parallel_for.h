@@ -3,18 +3,19 @@
 //     const auto run = ParallelFor<SystemSync>::start(pool, 16, [&](int i) { out[i] = f(i); });
 //     run->help_until(until);
 //
-// Order      Calls start in the order of their numbers. Compared with other jobs of the pool, they rank by the time
-//            when the run began: a worker that finds an older job waiting leaves the remaining calls for later.
+// Order      Calls start in the order of their numbers. Among the jobs of the pool, they rank by the time when the run
+//            began: if an older job waits for a worker, a worker takes it first and makes the remaining calls later.
 // Failures   A call that throws does not affect the others. The run ends when every call has ended, so none of its
 //            calls continues after a wait; its error is the error of the first call, by number, that has thrown.
-// Cancelling Calls that have not started are dropped, and the run's error is Cancelled if no call has thrown. A pool
-//            that is stopped with kCancel does that; with kDrain it still makes all calls.
+// Cancelling cancel drops the calls that have not started; the run's error is then Cancelled, unless a call has thrown.
+//            A pool that is stopped with kCancel cancels its runs; one that is stopped with kDrain makes all calls.
 // Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own even if there are
 //            few workers. wait_until waits without helping.
-// Inline     A run with a limit leaves its calls to the waiting thread, as long as that thread finishes one in every
-//            span of `inline_limit`: handing over shorter calls costs more than it gains. A thread must wait for such a
-//            run; otherwise its calls begin only after that span, and not at all in a pool that is stopped before.
-// Errors     start throws StoppedError if the pool was stopped.
+// Inline     A run with an `inline_limit` leaves its calls to the waiting thread, as long as that thread finishes at
+//            least one per span of this length: handing shorter calls to workers costs more than it gains. Some thread
+//            should wait for such a run: otherwise its calls begin only after the span, or are dropped if the pool is
+//            stopped before.
+// Errors     start throws StoppedError if the pool was stopped and there are calls to make.
 // Threads    All functions may be called from any thread. The pool must outlive the run. The function is
 //            destroyed with the run.
 #pragma once
@@ -33,9 +34,8 @@
 namespace pymoe::runtime {
 
 // The run's jobs in the pool are tickets: each makes calls one after the other until none is left, or until an older
-// job waits for a worker. There is one ticket for each worker that has a call to make. In a pool that can grow, the
-// same number of tickets waits in addition: jobs that stay queued make the pool grow while there are more calls than
-// its workers have started.
+// job waits for a worker. There are at most as many tickets as workers. In a pool that can grow, as many tickets again
+// stay queued while calls are left, because queued jobs make the pool grow.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:
@@ -50,8 +50,8 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     return run;
   }
 
-  // Makes calls on this thread and, when none is left to start, waits for the calls of others. Returns false if the run
-  // has not ended by `until`. A call that was started here runs to its end.
+  // Makes calls on this thread and, when none is left to start, waits for those of other threads. Returns false if the
+  // run has not ended by `until`. A call that this thread has started is finished even after `until`.
   bool help_until(Time until) {
     {
       Lock lock(mutex_);
@@ -134,9 +134,9 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     if (count_ == 0) end_if_over(lock);
   }
 
-  // --- all with the lock held; they release it for a while ---
+  // --- call these with the lock held; they may release it for a while ---
 
-  // Makes calls until none is left, or until leave() says to leave the rest to others.
+  // Makes calls until none is left, or until leave() returns true: then other threads make the rest, if they can.
   template <typename Leave>
   void work(Lock& lock, bool ticket, const Leave& leave) {
     while (next_ < count_) {
@@ -204,15 +204,15 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
   Ticket ticket_{*this};
   Watch watch_{*this};
   typename Sync::Mutex mutex_;  // guards the rest
-  // Errors by the number of the call. All are kept to the end, because destroying one may take a lock such as the
-  // interpreter's.
+  // Errors and the numbers of the calls that threw them. All are kept until the run is destroyed, because destroying an
+  // error may take another lock, such as the interpreter's.
   std::vector<std::pair<int, std::exception_ptr>> failures_;
   int next_ = 0;       // the next call to start
   int running_;        // number of calls that have neither ended nor been dropped
   int seen_;           // value of running_ at the last check of watch_
-  bool held_ = false;  // true while workers are not called yet
+  bool held_ = false;  // true while the calls are left to the waiting thread
   int posted_ = 0;     // number of tickets that no worker has taken yet
-  int tickets_ = 0;    // number of posted tickets, including those that workers have taken
+  int tickets_ = 0;    // number of tickets, both those that no worker has taken yet and those that workers run
   bool cancelled_ = false;
 };
 

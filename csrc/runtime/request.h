@@ -1,4 +1,4 @@
-// Request: what a client submits to a TaskPool, and Slice: the part of a request that a batch contains.
+// Request: what a client submits to a TaskPool. Slice: the part of a request that a batch contains.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace pymoe::runtime {
 
-// The outcome of a request that had not started by its deadline.
+// The error of a request that had not started by its deadline.
 class DeadlineExceeded : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -24,7 +24,7 @@ class DeadlineExceeded : public std::runtime_error {
 template <typename Sync>
 class RequestQueue;
 
-// A request: a number of rows for a pool's batch function. Derived classes define the content of the rows.
+// A number of rows for a pool's batch function. Derived classes define the content of the rows.
 template <typename Sync>
 class Request : public Completion<Sync> {
  public:
@@ -32,14 +32,14 @@ class Request : public Completion<Sync> {
   using Duration = typename Sync::Duration;
 
   // Requests of different kinds never share a batch. `head_start` is the priority: the request is ranked as if it had
-  // arrived earlier by that time.
+  // arrived that much earlier.
   Request(int64_t rows, uint64_t kind, std::optional<Time> deadline = std::nullopt,
           Duration head_start = Duration::zero())
       : rows(rows), kind(kind), deadline(deadline), head_start(head_start) {}
 
   const int64_t rows;
   const uint64_t kind;
-  const std::optional<Time> deadline;  // the time by which it must have started
+  const std::optional<Time> deadline;  // time by which the request must have started; none: no limit
   const Duration head_start;
 
  private:
@@ -52,9 +52,9 @@ class Request : public Completion<Sync> {
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
   bool in_batch_ = false;               // true if a running batch contains a part of the request
-  bool given_up_ = false;               // true if the parts that no batch has taken yet must never run
+  bool given_up_ = false;               // true if the rows that no batch had taken were withdrawn
   typename ByRank::iterator place_;     // position by rank, if queued_
-  typename ByTime::iterator deadline_;  // position among the deadlines, if it has one, is queued and has not begun
+  typename ByTime::iterator deadline_;  // position by deadline, if it has one, is queued and has not begun
 };
 
 template <typename Sync>
@@ -66,9 +66,9 @@ struct Slice {
   bool last() const { return end == request->rows; }
 };
 
-// Thrown from BatchFunction::run if the batch did not run at all and must not count as failed: its requests return to
-// their places in the queue. If a helping thread ran the batch, the function in which it helped (submit, wait) throws
-// it.
+// Thrown by BatchFunction::run if the batch did not run at all and must not count as failed: its requests return to
+// their places in the queue. If a helping thread took the batch, the function in which it helped (submit, wait or help)
+// throws Interrupted too.
 struct Interrupted {};
 
 template <typename Sync>
@@ -76,14 +76,14 @@ class BatchFunction {
  public:
   virtual ~BatchFunction() = default;
 
-  // Runs the slices as one batch, in this order, and keeps each one's result. If it throws, that is the error of all
-  // slices.
+  // Runs the slices as one batch, in this order, and stores the result of each. An exception that it throws becomes the
+  // error of all slices' requests.
   virtual void run(std::span<const Slice<Sync>> batch) = 0;
 
   // Returns true if a batch that threw `error` changed nothing, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
-  // Calls end() once, which ends the finished requests of a batch and so wakes the threads that wait for them.
+  // Must call end() once. end() ends the finished requests of a batch and so wakes the threads that wait for them.
   virtual void deliver(const std::function<void()>& end) { end(); }
 };
 

@@ -1,10 +1,11 @@
-// RequestQueue: requests of one kind in their order, and the rule by which they become batches.
+// RequestQueue: the queued requests of one kind, and the rule that forms batches of them.
 //
-// Order      smallest rank first: the arrival minus the request's head start; equal ranks in order of arrival.
-// Ready      the time of the next batch: now with max_batch_size rows; not before min_batch_size rows, or the pool's
-//            timeout; in between as the linger decides (batching.h).
-// Batches    take requests from the front and keep them whole; a request that does not fit ends the batch. A request
-//            larger than max_batch_size is taken in slices, which fill batches to the last row.
+// Order      Requests are sorted by rank, smallest first; the rank is the arrival time minus the head start. Equal
+//            ranks are in order of arrival.
+// Ready      A batch is ready immediately if max_batch_size rows are queued. With fewer than min_batch_size rows, it is
+//            ready only after the pool's timeout; in between, the linger decides (batching.h).
+// Batches    A batch takes whole requests from the front; the first one that does not fit ends it. A request larger
+//            than max_batch_size is taken in slices, which fill batches to the last row.
 // Deadlines  A request that has not begun by its deadline is returned as expired and never becomes part of a batch.
 // Claims     take, remove, expire and clear claim the requests that they return: the caller must complete them.
 //
@@ -108,15 +109,16 @@ class RequestQueue {
     }
   }
 
-  // Notes that a slice from take() has run, or never will. Returns true if its request was withdrawn meanwhile.
+  // Notes that the batch with a slice of this request has ended. Returns true if the request's remaining rows were
+  // withdrawn.
   bool returned(Request<Sync>& request) {
     request.in_batch_ = false;
     return request.given_up_;
   }
 
-  // Removes the remaining rows of a request that has begun, and adds their number to `rows`. Returns false if none
-  // remain, or if it has not begun. The caller completes the request: now if no running batch has a part of it
-  // (ends_now), else when that batch ends.
+  // Withdraws the remaining rows of a request that has begun, and adds their number to `rows`. Returns false if none
+  // remain, or if the request has not begun. The caller must complete the request: immediately if `ends_now` is set,
+  // that is, if no running batch contains a part of it; otherwise when that batch ends.
   bool give_up(Request<Sync>& request, int64_t& rows, bool& ends_now) {
     if (!request.queued_ || request.next_row_ == 0) return false;
     rows += request.rows - request.next_row_;
@@ -148,7 +150,7 @@ class RequestQueue {
     return true;
   }
 
-  // Removes the rest of a request with a failed slice; returns the number of removed rows.
+  // Removes the remaining rows of a request after one of its slices has failed; returns their number.
   int64_t drop_rest(Request<Sync>& request) {
     const int64_t rows = request.rows - request.next_row_;
     drop(request);
@@ -167,7 +169,7 @@ class RequestQueue {
   // Returns the earliest deadline of a queued request, or kNever if there is none.
   Time next_deadline() const { return deadlines_.empty() ? kNever : deadlines_.begin()->first; }
 
-  // Removes every request that has not begun; with `begun_too` also the remaining rows of those that have begun.
+  // Removes every request that has not begun and adds it to `cleared`; with `begun_too`, also those that have begun.
   void clear(Requests& cleared, bool begun_too = false) {
     for (auto place = queue_.begin(); place != queue_.end();) {
       const RequestPointer request = (place++)->second;
@@ -215,8 +217,8 @@ class RequestQueue {
     queue_.erase(request.place_);  // may be the last reference, so it is dropped after everything else
   }
 
-  // Returns the arrival of the oldest request. Without head starts that is the first request; otherwise it is searched
-  // for when the oldest one has left.
+  // Returns the arrival of the oldest request. Without head starts, this is the first request; otherwise the queue is
+  // searched again whenever the oldest request has left.
   Time oldest_arrival() const {
     if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
     if (!oldest_) {
@@ -229,9 +231,9 @@ class RequestQueue {
   const BatchingOptions<Sync>& options_;
   ByRank queue_;
   typename Request<Sync>::ByTime deadlines_;
-  int64_t rows_ = 0;                    // rows in the queue, not taken
-  int64_t running_ = 0;                 // requests begun and not done
-  int64_t with_head_start_ = 0;         // queued requests with a head start
+  int64_t rows_ = 0;                    // number of queued rows that no batch has taken
+  int64_t running_ = 0;                 // number of requests that have begun and are not done
+  int64_t with_head_start_ = 0;         // number of queued requests with a head start
   mutable std::optional<Time> oldest_;  // arrival of the oldest request in the queue; none if unknown
   Linger<Sync> linger_;
 };

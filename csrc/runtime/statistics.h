@@ -11,8 +11,8 @@
 
 namespace pymoe::runtime {
 
-// Counts of values in buckets that grow with the value: exact up to 3, then four buckets for every power of two, so
-// that a quantile computed from them is off by an eighth at most.
+// Counts values in buckets whose width grows with the value: one bucket for each value up to 3, then four buckets for
+// every power of two. A quantile taken as the middle of a bucket is off by at most an eighth.
 class Histogram {
  public:
   static constexpr int kBuckets = 252;

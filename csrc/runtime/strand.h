@@ -1,17 +1,18 @@
-// Strand: pools whose batches never overlap, such as forward and backward of one expert. Workers run strands.
+// Strand: a group of pools whose batches never overlap, such as the forward and the backward pool of one expert.
+// Workers run strands.
 //
 // Order      Among the pools that have a batch ready, the one whose front request has the smallest rank goes first.
 //            Strands are ordered in the same way: a strand posts itself to the workers with that rank, and runs one
 //            batch for each time that a worker takes it.
-// Posting    A strand posts itself when a batch is ready, and for the time at which one will be (timeout, linger). A
-//            post is a hint: the worker that takes it checks whether a batch is ready, so an unnecessary post does no
-//            harm. Nothing is posted while a batch runs; the thread that ran the batch checks afterwards.
+// Posting    A strand posts itself to the workers when a batch is ready, and for the time at which one will be ready
+//            (timeout, linger). A post is a hint: the worker that takes it checks whether a batch is ready, so an
+//            unnecessary post does no harm. Nothing is posted while a batch runs; the thread that ran it checks after.
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
 //            for a request of another strand keeps running that strand's ready batches until the request is done,
 //            since it may be the only thread that can run them.
-// Results    appear after the strand is free again, so that a client's next request finds it free. If the batch
-//            function throws, all requests of the batch end with its exception, or with options.isolate those that
-//            fail alone.
+// Results    Requests end after the strand is free again, so that a client's next request finds it free. If the batch
+//            function throws, all requests of the batch end with its exception; with options.isolate, only those that
+//            also fail alone.
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once
@@ -44,8 +45,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Time = typename Sync::Time;
   using Workers = std::shared_ptr<WorkerPool<Sync>>;
 
-  // Sets the workers that run the strand's batches from now on, and the one-thread pool that handles deadlines. Throws
-  // std::logic_error if the strand is already attached.
+  // Attaches the strand to the workers that run its batches from now on, and to the one-thread pool that handles its
+  // deadlines. Throws std::logic_error if it is already attached.
   void attach(Workers workers, Workers timer) {
     Plan made;
     {
@@ -65,7 +66,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     workers_ = timer_ = nullptr;
   }
 
-  // Closes the strand's pools. With kDrain queued requests run without waiting for more, with kCancel they are
+  // Closes the strand's pools. With kDrain, queued requests run without waiting for more; with kCancel, they are
   // cancelled.
   void request_stop(Stop how) {
     std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
@@ -87,7 +88,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     carry_out(made);
   }
 
-  // Reverses request_stop: opens the pools again. No thread may be in wait_finished_until.
+  // Reverses request_stop: opens the pools again. No thread may be waiting in wait_finished_until.
   void reopen() {
     Plan made;
     {
@@ -108,8 +109,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return true;
   }
 
-  // Waits until `request`, of one of the strand's pools, ends, but not beyond `until`; may return early. `how`: whether
-  // this thread runs batches meanwhile.
+  // Waits until `request`, which is one of this strand's, has ended, but not beyond `until`; may return early. `how`
+  // says whether this thread runs batches meanwhile.
   void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
@@ -160,7 +161,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Pool = TaskPool<Sync>;
   static constexpr Time kNever = Queue::kNever;
 
-  // Posts to make once the lock is released.
+  // The posts that must be made once the lock is released.
   struct Plan {
     Workers workers, timer;
     bool post = false;
@@ -169,13 +170,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     Time deadline = kNever;
   };
 
-  // The result of a slice in its batch.
+  // The outcome of a slice: interrupted (put_back), failed with `error`, or successful.
   struct Outcome {
     bool put_back = false;
     std::exception_ptr error;
   };
 
-  // The slices that help() has taken from a queue: a batch to run, or only requests that have expired.
+  // What help() has taken from a queue: a batch to run, which may be empty, and requests that have expired.
   struct Taken {
     std::shared_ptr<Pool> pool;
     Queue* queue;
@@ -264,9 +265,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and no thread runs any. Returns true if it ran a batch, or ended requests that had
-  // expired. The lock is released meanwhile. If the batch was interrupted, Interrupted is thrown and the lock stays
-  // released, because the thread that helped is needed elsewhere.
+  // Runs one batch, if one is ready and no other thread runs a batch of this strand; the lock is released meanwhile.
+  // Returns true if it ran a batch, or ended requests that had expired. If the batch was interrupted, throws
+  // Interrupted with the lock released, because this thread is needed elsewhere.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -288,7 +289,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return true;
   }
 
-  // Waits until there may be a batch to help with, a request has ended or a queue has room.
+  // Waits until a batch may be ready, a request has ended or a queue has room, but not beyond `until`.
   void watch(std::unique_lock<typename Sync::Mutex>& lock, Time until) {
     ++watching_;
     changed_.wait_until(lock, workers_ ? std::min(until, ready_at()) : until);
@@ -344,7 +345,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Runs slices as one batch, and failed ones again in halves if the pool isolates.
+  // Runs slices as one batch. If it fails, and the pool isolates, runs each half again in the same way.
   void execute(Pool& pool, std::span<const Slice<Sync>> batch, std::span<Outcome> outcomes) {
     std::exception_ptr error;
     try {
@@ -384,14 +385,14 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   mutable typename Sync::Mutex mutex_;
   std::vector<Pool*> pools_;
   Workers workers_, timer_;  // null: not attached
-  bool draining_ = false;    // true if queued requests are ready, however few
+  bool draining_ = false;    // true after request_stop: any queued request is ready
   bool running_ = false;     // true while a batch runs, on the thread runner_
   typename Sync::ThreadId runner_{};
   bool posted_ = false;               // true if no worker has taken the last post yet
   Time armed_ = kNever;               // the earliest time for which a post waits
   Time armed_deadline_ = kNever;      // the earliest deadline for which a post waits
   int64_t unfinished_ = 0;            // number of submitted requests that have not ended
-  int watching_ = 0;                  // threads in watch()
+  int watching_ = 0;                  // number of threads in watch()
   typename Sync::Condition changed_;  // signalled for these threads, and for threads that wait for the end
 };
 

@@ -12,7 +12,8 @@
 //     this_thread()                an ID to compare
 //     Activity of_this_thread(), and from other threads advanced() and ready(): whether a thread is active (activity.h)
 //     batches_on_this_thread()     int&: number of nested batches on the calling thread (strand.h counts)
-//     preempt()                    a place where a schedule may switch: before an atomic that decides something
+//     preempt()                    lets the tests' scheduler switch fibers; called before an atomic operation
+//                                  that decides something
 //
 // Rules of the runtime: no lock is held while a task, a callback or a batch runs, and at most one lock at a time unless
 // a header states an order.
@@ -39,8 +40,8 @@ struct SystemSync {
   using ThreadId = std::thread::id;
   using Activity = ThreadActivity;
 
-  // Not std::condition_variable: gcc 12 binds its wait() to a libstdc++ newer than that of systems with glibc 2.34, and
-  // its wait_until() to a function that glibc has since 2.30.
+  // Not std::condition_variable: compiled with gcc 12, its wait() requires a newer libstdc++ than systems with
+  // glibc 2.34 have, and its wait_until() requires a function that glibc has only since 2.30.
   class Condition {
    public:
     Condition() {
@@ -69,8 +70,8 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  // If a thread works for another one that waits for it, it adopts the other's ID, so that both share their waits and
-  // turns.
+  // A thread that works for another one, which waits for it, adopts the other's ID, so that both share their waits and
+  // turns (waits.h).
   static ThreadId this_thread() { return own_id(); }
   static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {

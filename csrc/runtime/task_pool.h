@@ -1,4 +1,4 @@
-// TaskPool: clients submit requests here, which go through one batch function.
+// TaskPool: takes clients' requests and runs them in batches through its batch function.
 //
 //     auto strand = std::make_shared<Strand<Sync>>();
 //     auto pool = TaskPool<Sync>::create("forward", options, function, strand);
@@ -6,14 +6,14 @@
 //     pool->submit(request, until);
 //     pool->wait(request, until);
 //
-// Bounded    The queue holds options.capacity requests. submit waits for room until a given time, and helps to make it:
-//            a thread that would wait for room, or for its request, runs the strand's next batch if no other does.
-// Waiting    wait is true once the request is done. A thread that may help and finds the batch of its request ready
-//            runs it itself. That saves two thread switches for a single request. And a batch that waits for another
-//            expert can run that expert's batch on the only worker. Waiting from inside a batch for a request of the
-//            strand that runs the batch can never end: std::logic_error.
-// Closing    close refuses further requests: submit throws StoppedError. Its strand opens it again.
-// Destruction The destructor completes requests that are still queued with Cancelled.
+// Bounded    The queue has room for options.capacity requests. submit waits for room until a given time. If the thread
+//            may help, it meanwhile runs the strand's ready batches, unless another thread runs one.
+// Waiting    wait returns true once the request is done. A thread that may help runs ready batches of the strand
+//            itself. That saves two thread switches for a single request, and lets a batch that waits for another
+//            expert run that expert's batch on the only worker. Waiting inside a batch for a request of the same strand
+//            could never end, so it throws std::logic_error.
+// Closing    After close, submit throws StoppedError, until the strand opens the pool again.
+// Destruction  The destructor completes requests that are still queued with the error Cancelled.
 // Threads    All functions may be called from any thread. The pool must be owned by a shared_ptr.
 #pragma once
 
@@ -63,8 +63,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     cancel_all(left, "the request was cancelled: its pool has gone before it had started");
   }
 
-  // Returns true once the request is queued; false if the queue had no room by `until`. Throws StoppedError if the pool
-  // is closed. A refused client may try again: a request counts as rejected only after reject().
+  // Queues the request. Returns false if the queue has no room by `until`; the client may then try again, and the
+  // request counts as rejected only if reject() is called. Throws StoppedError if the pool is closed.
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
@@ -116,8 +116,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // Does the same for a thread that waits in another way: it calls rest(at), which waits for the request and returns by
-  // `at`.
+  // Waits by calling rest(at) repeatedly, which must wait for the request and return by the time `at`. Returns true
+  // once the request is done, false if it is not done by `until`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>
@@ -148,8 +148,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Withdraws a request that has not begun, or the remaining rows of a request that several batches run, which then
-  // ends with the running batch. Returns false if there is nothing to withdraw.
+  // Withdraws a request that has not begun, or the remaining rows of one that has; such a request ends with the running
+  // batch, if that contains a part of it. Returns false if no rows are left to withdraw.
   bool cancel(const RequestPointer& request) {
     {
       const std::lock_guard lock(strand_->mutex_);
@@ -227,7 +227,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // --- the strand's part; its mutex is held ---
 
-  // Returns the queue with the next batch, if one is ready by `now`.
+  // Returns the queue of the next batch, or null if none is ready by `now`.
   Queue* ready_queue(Time now) {
     Queue* best = nullptr;
     for (auto& [kind, queue] : queues_) {
@@ -251,7 +251,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   Queue& queue_of(uint64_t kind) {
     if (const auto found = queues_.find(kind); found != queues_.end()) return *found->second;
-    // Ragged requests come in any number of kinds, so queues of kinds without requests are discarded.
+    // Ragged requests may have any number of kinds, so queues without requests are discarded.
     if (queues_.size() >= kKeptQueues) std::erase_if(queues_, [](const auto& entry) { return entry.second->idle(); });
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }

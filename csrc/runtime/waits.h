@@ -1,14 +1,14 @@
-// Waits: records which thread waits for which from inside a pass, to prevent deadlocks.
+// Waits: records which threads wait for which others, inside batches or with a turn, to prevent deadlocks.
 //
 //     waits.begin(pool, request, limited);   // throws std::logic_error if the wait could never end
 //     ...
 //     if (!waits.end()) waits.regain();
 //
-//     while (!waits.enter(turn, until)) ...  // one thread at a time, and the threads for which it waits
+//     while (!waits.enter(turn, until)) ...  // a turn admits one thread, and those for which that thread waits
 //     waits.leave(turn);
 //
-// Blocker    A thread waits for the thread that runs a batch of the strand whose request it needs, or for the holder of
-//            the turn that it needs. If it runs a batch of that strand itself, it has no blocker.
+// Blocker    The blocker of a waiting thread is the thread that runs a batch of the strand whose request it needs, or
+//            the holder of the turn that it needs. A thread that runs a batch of that strand itself has no blocker.
 // Never      A wait that leads back to itself through waits without a limit cannot end: the last one to begin throws,
 //            with the names of the pools. Waits for a turn are not part of such a cycle, since they end.
 // Turns      Turns are re-entrant. If a turn's holder waits, it lends the turn to the thread for which it waits,
@@ -29,7 +29,7 @@
 
 namespace pymoe::runtime {
 
-// A resource that passes hold one after another; its address identifies it.
+// A resource that one pass at a time may use; its address identifies it.
 struct Turn {
   char unused = 0;
 };

@@ -1,5 +1,5 @@
-// WorkerPool: threads that run jobs, smallest rank first, and equal ranks in order of arrival. Their number is fixed,
-// or grows with jobs that wait.
+// WorkerPool: threads that run jobs, smallest rank first, and equal ranks in order of arrival. The number of threads is
+// fixed, or grows while running jobs wait.
 //
 //     WorkerPool<SystemSync> pool(4);
 //     pool.post(job, SystemSync::now());
@@ -10,14 +10,14 @@
 //           rank is that time. Exactly one of run() and cancel() is called on an accepted job, once and under no lock.
 // Growing   A pool that may grow has `workers` threads at first and gets more while jobs stay queued because the
 //           running ones wait; worker_pool_growth.h has the rule, and the thread that applies it, the watcher.
-// Stopping request_stop refuses further jobs from then on and returns immediately. With Stop::kDrain everything posted
-//           still runs; with Stop::kCancel jobs that have not started are cancelled. In both cases jobs whose time has
-//           not come are cancelled, and running jobs are never interrupted. stop also waits until every worker has
-//           ended. Both may be called any number of times and from several threads. The destructor stops with kDrain.
-// Errors    post and post_at return false after a stop. Waiting for the workers on one of them can never end, so it
-//           throws std::logic_error. The constructor throws std::invalid_argument for fewer than one worker; if the
-//           system refuses a thread, it ends the running ones and rethrows. (If the system refuses a thread for
-//           growth, the pool asks again later.)
+// Stopping  request_stop refuses all further jobs and returns immediately. With Stop::kDrain, queued jobs still run;
+//           with Stop::kCancel, jobs that have not started are cancelled. In both cases, jobs whose time has not come
+//           are cancelled, and running jobs are never interrupted. stop also waits until every worker has ended. Both
+//           may be called any number of times and from several threads. The destructor stops with kDrain.
+// Errors    post and post_at return false after a stop. A worker that waits for the end of its own pool would wait for
+//           ever, so stop and wait_stopped_until then throw std::logic_error. The constructor throws
+//           std::invalid_argument for fewer than one worker; if the system refuses a thread, it ends the running ones
+//           and rethrows. (If the system refuses a thread for growth, the pool asks again later.)
 // Threads   All functions may be called from any thread, including from jobs (stop and the destructor excepted). No
 //           thread exists before the constructor or after stop.
 #pragma once
@@ -48,7 +48,7 @@ enum class Stop { kDrain, kCancel };
 struct Job {
   virtual ~Job() = default;
   virtual void run() noexcept = 0;
-  // Called in place of run() if the pool was stopped first.
+  // Called instead of run() if the pool was stopped before the job started.
   virtual void cancel() noexcept {}
 };
 
@@ -64,7 +64,7 @@ class WorkerPool {
  public:
   using Time = typename Sync::Time;
   using Rank = Time;
-  // Every worker runs `around(work)`, which must call work() once, and may set up and tear down around it.
+  // Every worker calls `around(work)`, which must call work() once and may do set-up before it and clean-up after it.
   using Around = std::function<void(const std::function<void()>& work)>;
 
   explicit WorkerPool(int workers, Around around = {}, Growth<Sync> growth = {})
@@ -160,7 +160,7 @@ class WorkerPool {
     return true;
   }
 
-  // Returns true if a job of smaller rank waits for a worker and should go first. May be out of date.
+  // Returns true if a job of smaller rank waits for a worker and should run first. The answer may be out of date.
   bool older_waits(Rank rank) const { return first_rank_.load(std::memory_order_relaxed) < rank; }
 
   // Returns the current number of workers.
@@ -265,8 +265,8 @@ class WorkerPool {
     return job;
   }
 
-  // Waits until the worker is called, or a timed job is due. Returns false if the worker is superfluous and was idle
-  // for long.
+  // Waits until the worker is called, or a timed job is due. Returns false if the worker must end instead, because it
+  // was idle for growth_.idle and the pool has more than base_ workers.
   bool sleep(Worker& self, Lock& lock) {
     self.called = false;
     if (timed_.empty() || timekeeper_ != nullptr) {
@@ -346,8 +346,8 @@ class WorkerPool {
     first_rank_.store(ready_.empty() ? Rank::max() : ready_.begin()->first, std::memory_order_relaxed);
     return job;
   }
-  // Chooses a sleeping worker and returns it; the caller then notifies it, preferably without the lock. Null if none
-  // sleeps.
+  // Marks the idle worker that fell asleep last as called and returns it, or returns null if none is idle. The caller
+  // must notify the worker, preferably without the lock.
   Worker* call_idle() {
     if (idle_.empty()) return nullptr;
     Worker* worker = idle_.back();

@@ -1,10 +1,10 @@
-// Growth: the rule by which a pool of workers gets more threads, and its watcher, the thread that starts and joins
-// them. Part of worker_pool.h, which includes this.
+// Growth: the rule by which a WorkerPool gets more threads, and the watcher, the thread that starts and joins them.
+// Part of worker_pool.h, which includes this file.
 //
 // Jobs stay queued if every worker has one. If the running jobs compute, another thread would only take the processor,
 // and the interpreter's lock, from them. If they wait (for a machine, a timer, each other), another thread costs
-// nothing, and without it jobs that wait for each other would wait for ever. The activity of a thread decides which of
-// the two it is, not a declaration of the job:
+// nothing, and without it jobs that wait for each other would wait for ever. Jobs do not declare which of the two they
+// do: the activity of their threads shows it.
 //
 //   - A worker counts as waiting if it was inactive for a span (`still`): no processor time at all, and not ready to
 //     run (activity.h). The span is longer than the interpreter's switch interval, so threads that wait for its lock do

@@ -1,5 +1,5 @@
-// The tile registers of AMX, as gemm_amx.h and quantized_linear_amx.h use them: sums in tiles 0 to 3, left factors in 4
-// and 5, right ones in 6 and 7.
+// The tile registers of AMX, as gemm_amx.h and quantized_linear_amx.h use them: sums in tiles 0 to 3, left factors in
+// tiles 4 and 5, right factors in tiles 6 and 7.
 //
 // A left tile is 16 rows of 32 bf16, or fewer rows; a right tile is 16 rows of 16 pairs, where row p holds elements 2 p
 // and 2 p + 1 of 16 columns; a sum tile has as many rows as the left tile, of 16 floats. A product adds to every sum
@@ -10,11 +10,11 @@
 // operands as zero and gives zero for subnormal results, whatever MXCSR says. tests/cpp/emulated_tiles.h does the same
 // in plain C++, bit for bit.
 //
-// For bytes a left tile is 16 rows of 64 signed bytes, a right tile is 16 rows of 16 times four unsigned bytes, where
-// row p holds elements 4 p to 4 p + 3 of 16 columns, and the sums are integers of 32 bits.
+// For products of bytes, a left tile is up to 16 rows of 64 signed bytes; a right tile is 16 rows of 16 groups of four
+// unsigned bytes, where row p holds elements 4 p to 4 p + 3 of 16 columns; and the sums are 32-bit integers.
 //
-// The instructions are written as assembly: gcc's intrinsics do not tell the compiler that tiles are read from memory
-// and written to it. The assembler must know AMX (binutils 2.35, LLVM 11); the compiler needs no flag for it.
+// The instructions are written as assembly, because gcc's intrinsics do not tell the compiler that tiles are read from
+// memory and written to it. The assembler must support AMX (binutils 2.35, LLVM 11); the compiler needs no flag for it.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@
 #if PYMOE_MULTIVERSION
 namespace pymoe::cpu {
 
-// Gives the calling thread tiles during its lifetime. Released tiles add nothing to the cost of thread switches.
+// Configures the calling thread's tiles, and releases them when destroyed, so that thread switches need not save them.
 class AmxTiles {
  public:
   explicit AmxTiles(int64_t left_rows) {
     alignas(64) uint8_t palette[64] = {1};
     for (int tile = 0; tile < 8; ++tile) {
-      palette[16 + 2 * tile] = 64;  // bytes of a row
+      palette[16 + 2 * tile] = 64;  // bytes in a row
       palette[48 + tile] = static_cast<uint8_t>(tile < 6 ? left_rows : 16);
     }
     asm volatile("ldtilecfg %0" ::"m"(palette) : "memory");

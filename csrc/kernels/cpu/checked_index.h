@@ -1,4 +1,4 @@
-// Checks of the indices that a CPU kernel gets, none of which it trusts. The messages are the same as in
+// Checks of the indices that a CPU kernel is given; it trusts none of them. The messages are the same as in
 // pymoe.reference.
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace pymoe::cpu {
 
-// "OPERATOR: RULE (NAME = limit), got INDEX at [token, choice]", where `rule` is the text up to "NAME = ", and `place`
-// counts the choices of all tokens.
+// Throws std::out_of_range with the message "OPERATOR: RULE (NAME = LIMIT), got INDEX at [TOKEN, CHOICE]". `rule` is
+// the message's text up to and including "NAME = "; `place` is the index of the choice among the choices of all tokens.
 [[noreturn]] inline void throw_bad_index(const std::string& operator_name, const char* rule, int64_t limit,
                                          int64_t index, int64_t place, int64_t choices) {
   throw std::out_of_range(operator_name + ": " + rule + std::to_string(limit) + "), got " + std::to_string(index) +
@@ -23,7 +23,7 @@ namespace pymoe::cpu {
   throw_bad_index(operator_name, "experts must lie in [0, E) (E = ", num_experts, expert, place, choices);
 }
 
-// Returns the slot of a choice after checking that it is -1 or one of `rows` rows.
+// Returns the slot of the choice at index `place`. Throws std::out_of_range unless it is -1 or lies in [0, rows).
 PYMOE_INLINE int64_t checked_slot(const char* operator_name, const int32_t* slots, int64_t place, int64_t choices,
                                   int64_t rows) {
   const int64_t slot = slots[place];

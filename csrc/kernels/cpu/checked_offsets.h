@@ -1,4 +1,4 @@
-// Checks of the offsets of experts' rows that a CPU kernel gets. The messages are the same as in pymoe.reference.
+// Check of the offsets of experts' rows that a CPU kernel is given. The messages are the same as in pymoe.reference.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the E + 1 offsets start at 0, do not decrease, and end within `rows`. `argument` is their name in
-// errors.
+// Throws unless the `experts` + 1 offsets start at 0, do not decrease, and do not exceed `rows`. `argument` is the name
+// of the offsets in error messages.
 inline void check_offsets(const std::string& operator_name, const int32_t* offsets, int64_t experts, int64_t rows,
                           const std::string& argument = "offsets") {
   const auto name = [](int64_t value) { return std::to_string(value); };

@@ -1,4 +1,4 @@
-// Checks of the order of experts' rows that a CPU kernel gets. The messages are the same as in pymoe.reference.
+// Check of the order of experts' rows that a CPU kernel is given. The messages are the same as in pymoe.reference.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the first `used` values of `order` are distinct rows below `rows`. Returns a flag for each row, which
-// is set if the row is among them.
+// Throws unless the first `used` elements of `order` are distinct and lie in [0, rows). Returns a flag for each row: 1
+// if the row is one of these elements, else 0.
 inline std::vector<char> check_order(const std::string& operator_name, const int32_t* order, int64_t used,
                                      int64_t rows) {
   const auto place = [](int64_t at, int64_t row) { return std::to_string(row) + " at [" + std::to_string(at) + "]"; };

@@ -5,19 +5,21 @@
 //     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
 //
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
-// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 or 4. A body that v4 does not make faster is preceded by
-// `#define PYMOE_ISA_WIDEST 3`, with the measurement (benchmarks/instruction_sets.py), and selected by
-// PYMOE_SELECT_ISA_UP_TO_V3. A body that multiplies bf16 or int8 has `#define PYMOE_ISA_BF16`: it is compiled once
-// more, at level 4 with PYMOE_ISA_HAS_BF16 set, which allows the instructions of AVX512_BF16 and AVX512_VNNI, and is
-// selected by PYMOE_SELECT_ISA_UP_TO_BF16.
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 (v3) or 4 (v4).
 //
-// On aarch64 a body is compiled at level 1, whose vectors are those of NEON. A body that multiplies int8 has `#define
-// PYMOE_ISA_DOTPROD`: it is compiled once more with PYMOE_ISA_HAS_DOTPROD set, which allows the instructions of
-// FEAT_DotProd, once more with PYMOE_ISA_HAS_I8MM set, for those of FEAT_I8MM, and is selected by
-// PYMOE_SELECT_ISA_OF_BYTES.
+// The including file may define these macros before it includes this one:
 //
-// System headers must be included before this file: an inline function of theirs that was first seen here would be
-// compiled for the wider instruction set, and the linker might keep that copy for everyone.
+//   PYMOE_ISA_WIDEST 3   if v4 makes the body no faster; give the measurement (benchmarks/instruction_sets.py). Select
+//                        the body's functions with PYMOE_SELECT_ISA_UP_TO_V3.
+//   PYMOE_ISA_BF16       if the body multiplies bf16 or int8: it is also compiled at level 4 with PYMOE_ISA_HAS_BF16
+//                        set to 1, where AVX512_BF16 and AVX512_VNNI are allowed. Select with
+//                        PYMOE_SELECT_ISA_UP_TO_BF16.
+//   PYMOE_ISA_DOTPROD    if the body multiplies int8 on aarch64: it is also compiled with PYMOE_ISA_HAS_DOTPROD set to
+//                        1, where FEAT_DotProd is allowed, and with PYMOE_ISA_HAS_I8MM set to 1, where FEAT_I8MM is
+//                        allowed. Select with PYMOE_SELECT_ISA_OF_BYTES. (All bodies on aarch64 have level 1.)
+//
+// System headers must be included before this file: if one of their inline functions were first compiled here, it would
+// use the wider instruction set, and the linker might keep that copy for the whole library.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -121,9 +123,10 @@
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else
 #pragma GCC push_options
-// Where the command line allows these instructions, it may allow more, which inline functions may use already.
+// If the command line allows these instructions, keep its target: it may allow more, and inline functions that were
+// compiled for it could not be inlined into functions for a smaller target.
 #if !defined(__ARM_FEATURE_DOTPROD)
-#pragma GCC target("arch=armv8.2-a+dotprod")  // what vdotq_s32 of arm_neon.h asks for
+#pragma GCC target("arch=armv8.2-a+dotprod")  // the target that arm_neon.h requires for vdotq_s32
 #endif
 #endif
 #define PYMOE_ISA dotprod
@@ -141,9 +144,9 @@
 #pragma GCC pop_options
 #pragma GCC push_options
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
-#pragma GCC target("+i8mm")  // in addition to those of the command line
+#pragma GCC target("+i8mm")  // in addition to the command line's instructions
 #elif !defined(__ARM_FEATURE_MATMUL_INT8)
-#pragma GCC target("arch=armv8.2-a+i8mm")  // what vmmlaq_s32 of arm_neon.h asks for
+#pragma GCC target("arch=armv8.2-a+i8mm")  // the target that arm_neon.h requires for vmmlaq_s32
 #endif
 #endif
 #define PYMOE_ISA i8mm

@@ -1,12 +1,13 @@
-// The gemm of bf16 by the tiles of AMX (see gemm.h and amx_tiles.h; no include guard on purpose).
+// The gemm of bf16 with AMX tiles (see gemm.h and amx_tiles.h; no include guard on purpose).
 //
-// The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache. B streams by,
-// some columns at a time, each multiplied by all of these rows. B takes the side of a tile for which its memory need
-// not be transposed: if it is contiguous along k the left one, and its tiles are read in place; otherwise the right
-// one. With B as the left factor, products are tiles of C's transpose, which are transposed when they are rounded.
+// The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache. B is then read
+// some columns at a time, and these are multiplied by all of the packed rows. B is the factor for which its memory need
+// not be transposed: the left factor if it is contiguous along k, and its tiles are then usually read in place;
+// otherwise the right factor. With B as the left factor, the sums are tiles of C's transpose, and they are transposed
+// when they are rounded.
 //
-// An element is the sum over tiles of 32 steps of k in ascending order, as amx_tiles.h adds them up, and then its bias,
-// for any number of rows, layout and blocks: sums that wait for the next block of k keep all their bits.
+// An element of C is the sum over tiles of 32 steps of k in ascending order, added as in amx_tiles.h, plus its bias. It
+// does not depend on the number of rows, the layout or the blocks: sums that wait for the next block of k are fp32.
 //
 // `Tiles` is AmxTiles, or its replacement in the tests (tests/cpp/emulated_tiles.h).
 // clang-format off: each depends on those before it
@@ -17,11 +18,11 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The first store of a sum waits for all products before it, for the time of 20 products. So blocks of k are long,
-// except if B is packed for few rows, where memory is the limit.
+// The first store of a block's sums waits for all earlier products, which takes as long as 20 products. So blocks of k
+// are long, unless B is packed for few rows: then memory is the bottleneck.
 inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 128;
 inline constexpr int64_t kAmxRows = 256;                // minimum number of rows of A that are packed together
-inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // with so few rows, packing B to align it does not pay
+inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // for up to this many rows, packing B to align it does not pay
 inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // bytes of packed A: half of a second-level cache
 inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // bytes of a packed chunk of B
 inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block after which the previous block is rounded
@@ -30,7 +31,7 @@ inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block afte
 struct TileStrip {
   const BFloat16* tile[4];
   int64_t row_bytes;
-  int64_t step;  // elements from a tile to the next step's
+  int64_t step;  // distance in elements from a tile to the next one along k
 
   PYMOE_INLINE TileStrip from(int64_t steps) const {
     TileStrip moved = *this;
@@ -43,7 +44,8 @@ template <typename Tiles>
 using TileKernel = void (*)(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right,
                             RowsAhead& ahead);
 
-// Adds the products of `steps` steps of k to the sums of kLeft x kRight tiles, row by row in tiles 0 to 3.
+// Adds the products along `steps` tiles of k to the kLeft x kRight sum tiles, which are tiles 0 to 3 in row-major
+// order.
 template <int kLeft, int kRight, typename Tiles>
 void multiply_tiles(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right, RowsAhead& ahead) {
   const BFloat16* l[4] = {left.tile[0], left.tile[1], left.tile[2], left.tile[3]};
@@ -83,7 +85,7 @@ PYMOE_INLINE void for_tiles(int64_t count, const F& f) {
   if (count > 3) f.template operator()<3>();
 }
 
-// A block of C: the sums of its tile (ta, tb) are at sums + (ta * stride + tb) * 256.
+// The sums of a block of C: those of its tile (ta, tb) are at sums + (ta * stride + tb) * 256.
 struct TileSums {
   int64_t row;
   int64_t column;
@@ -95,7 +97,7 @@ struct TileSums {
   PYMOE_INLINE float* at(int64_t ta, int64_t tb) const { return sums + (ta * stride + tb) * kTileSums; }
 };
 
-// Writes rows of C from a block of sums.
+// Adds the bias to a block of sums, rounds them and writes them to C.
 template <bool kLeftB>
 void finish_tiles(const Gemm<BFloat16>& g, const TileSums& block, const float* bias) {
   for (int64_t ta = 0; ta < block.tiles_a; ++ta) {
@@ -120,8 +122,8 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Number of tiles of A and of B that are multiplied together. For few rows of A it is one, because memory is faster
-  // if fewer rows of B are read at a time.
+  // Numbers of tiles of A and of B that are multiplied together. With one tile of A and B as the left factor, one tile
+  // of B is used as well, because memory is faster if fewer lines of B are read at a time.
   const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
@@ -131,9 +133,10 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   // An unaligned row of a tile takes two loads, so an unaligned B is packed, except for few rows.
   const bool aligned = reinterpret_cast<uintptr_t>(g.b) % 64 == 0 && g.b_column_stride % kTileDepth == 0;
   const bool in_place = kLeftB && (aligned || m <= kAmxFewRows);
+  // Number of columns of B that are read or packed at a time.
   const int64_t chunk =
       kLeftB ? block_n : std::clamp<int64_t>(kAmxChunkBytes / 2 / std::max<int64_t>(1, most_k) / 64 * 64, 64, 1024);
-  const bool waits = g.k > block_k;  // whether unfinished sums wait for the next block of k
+  const bool waits = g.k > block_k;  // true if unfinished sums must be kept until the next block of k
 
   constexpr auto kSize = static_cast<int64_t>(sizeof(float));
   const int64_t a_size = most_depth * groups_a * kTileBytes, b_size = most_depth * (chunk / kTileItems) * kTileBytes;
@@ -162,7 +165,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // The next part to read: further columns, or the first columns of the next block of k.
+      // The part to prefetch: the next columns, or the first columns of the next block of k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);
@@ -236,8 +239,8 @@ void gemm_amx(const Gemm<BFloat16>& g) {
 #if PYMOE_ISA_LEVEL == 4
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
-  // Each pass over B takes about as many rows of A as a panel holds, or twice as many if B is packed in each pass.
-  // Passes have equal sizes, so that none is left with a few rows.
+  // Each pass over B multiplies about as many rows of A as its packed panels have room for, or twice as many if each
+  // pass must pack B. Passes have nearly equal sizes, so that none has only a few rows.
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
   const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
   const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);

@@ -1,17 +1,18 @@
-// The sums of gemm_amx.h by vectors, for few rows of A and a B whose rows are contiguous (see there; no include guard
-// on purpose).
+// The sums of gemm_amx.h computed with vectors, for few rows of A and a B whose rows are contiguous (see gemm_amx.h; no
+// include guard on purpose).
 //
-// For tiles, such a B must be packed, which takes longer than reading it; fused multiply-adds for so few rows do not.
-// They add in the order of amx_tiles.h and treat subnormals as zero, and so give the same bits, except for NaN.
+// For tiles, such a B would have to be packed, which takes longer than reading it. Fused multiply-adds read it in
+// place, and for so few rows they keep up with memory. They add in the order of amx_tiles.h and treat subnormals as
+// zero, and so give the same bits, except in NaNs.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 #if PYMOE_ISA_LEVEL == 4
 inline constexpr int kAmxVectorRows = 4;          // largest number of rows whose sums fit the registers
 inline constexpr int64_t kAmxMostVectorRows = 8;  // largest number of rows for which this was faster than tiles
-inline constexpr int64_t kAmxStrip = 32;          // columns: a line of B
+inline constexpr int64_t kAmxStrip = 32;          // number of columns in a cache line of B
 
-// Treats subnormal operands and results as zero on this thread during its lifetime, as tiles do.
+// Makes this thread treat subnormal operands and results as zero, as tiles do, while the object exists.
 class FlushesSubnormals {
  public:
   FlushesSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
@@ -23,25 +24,24 @@ class FlushesSubnormals {
   unsigned before_;
 };
 
-// Adds a tile's steps of k to kRows rows of sums, along `columns` columns: sums[i] is a row of them, in which the even
-// columns of a strip precede its odd ones. `a` has 32 steps of kAmxVectorRows values. With each line of B that is read,
-// the line `ahead` bytes later is prefetched.
+// Adds the products of `steps` steps of k, at most a tile's 32, to kRows rows of `columns` sums. In each strip of
+// sums[i], the even columns precede the odd ones. `a` contains kAmxVectorRows values for each of 32 steps, zeros for
+// missing steps. For each line of B that is read, the line `ahead` bytes later is prefetched.
 template <int kRows>
 __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, int64_t b_row_stride, int64_t steps,
                                              int64_t columns, int64_t ahead, float* const (&sums)[kAmxVectorRows]) {
   for (int64_t j = 0; j < columns; j += kAmxStrip) {
     const auto count = static_cast<int>(std::min(kAmxStrip, columns - j));
     const auto mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
-    vfloat chain[2][kRows][2] = {};  // chains of sums over even and odd steps
+    vfloat chain[2][kRows][2] = {};  // separate sums over even and odd steps of k
     const BFloat16* line = b + j;
-    // A tile also multiplies zeros for missing steps, which turns a sum of -0 into +0. One such step has the same
-    // effect.
+    // A tile also multiplies the zeros of missing steps, which turns a sum of -0 into +0. One or two such steps have
+    // the same effect.
     const int64_t until = std::min(kTileDepth, steps + 2);
     for (int64_t p = 0; p < until; p += 2) {
 #pragma GCC unroll 2
       for (int64_t q = 0; q < 2; ++q) {
-        // Zeros stand for a missing step.
-        vuint32 both{};
+        vuint32 both{};  // zeros for a missing step
         if (p + q < steps) {
           both = (vuint32)(count == kAmxStrip ? _mm512_loadu_si512(line) : _mm512_maskz_loadu_epi16(mask, line));
           __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(line) + ahead), 0, 2);

@@ -1,8 +1,8 @@
-// Tiles for gemm_amx.h from strided memory (see there; no include guard on purpose).
+// Packs strided memory into tiles for gemm_amx.h (see gemm_amx.h; no include guard on purpose).
 //
-// An operand is a matrix of items by k; items are the rows of A or the columns of B. A tile holds 16 items by 32 steps
-// of k, 1 KiB. A row of a left tile is an item, and a row of a right tile is a pair of steps. Missing items and steps
-// are zeros in a tile.
+// An operand is a matrix of items by steps of k; items are the rows of A or the columns of B. A tile contains 16 items
+// by 32 steps, 1 KiB. A row of a left tile is an item, and a row of a right tile is a pair of steps. Missing items and
+// steps are zeros in a tile.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -10,8 +10,9 @@ inline constexpr int64_t kTileItems = 16, kTileDepth = 32;
 inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
 inline constexpr int64_t kTileSums = 256;  // number of sums in a tile of C
 
-// Item i of a tile is item items[i] of the operand, and step p is step steps[p]; null: in order. With `items`, each
-// item must be contiguous along k; with `steps`, each step must be contiguous along the items (see gemm.h).
+// The memory of an operand. Item i is stored as item items[i], and step p as step steps[p]; null: in order. With
+// `items`, each item must be contiguous along k; with `steps`, each step must be contiguous along the items (see
+// gemm.h).
 struct TileSource {
   const BFloat16* data;
   int64_t item_stride;
@@ -24,8 +25,8 @@ struct TileSource {
   }
 };
 
-// Load one row of a tile, 16 words of 32 bits: from up to 32 elements, or from up to 16 pairs of elements of two lines.
-// A null source gives zeros.
+// load_tile_row and load_tile_pairs return one row of a tile, 16 words of 32 bits: from up to 32 elements, or from up
+// to 16 elements of each of two lines, paired. With `count`, a null source gives zeros.
 #if PYMOE_ISA_LEVEL == 4
 typedef vfloat TileRow;
 PYMOE_INLINE TileRow load_tile_row(const BFloat16* source) { return (vfloat)_mm512_loadu_si512(source); }
@@ -75,8 +76,8 @@ PYMOE_INLINE void store_tile(const TileRow (&rows)[16], BFloat16* target) {
   for (int i = 0; i < 16; ++i) memcpy(target + i * kTileDepth, &rows[i], sizeof(rows[i]));
 }
 
-// Packs a tile of items that are contiguous along k: `k` elements of each, from lines[i] + p on, and zeros for null
-// lines, which come last.
+// Packs a tile of items that are contiguous along k: `k` elements of each, starting at lines[i] + p, and zeros for null
+// lines, which must come last.
 template <bool kRight>
 PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int64_t k, BFloat16* target) {
   TileRow rows[16];
@@ -90,8 +91,8 @@ PYMOE_INLINE void pack_lines(const BFloat16* const (&lines)[16], int64_t p, int6
   store_tile(rows, target);
 }
 
-// Packs a tile of steps along which items are contiguous: `items` elements of each, from lines[p] + first on, and zeros
-// for null lines, which come last.
+// Packs a tile from steps whose items are contiguous: `items` elements of each step, starting at lines[p] + first, and
+// zeros for null lines, which must come last.
 template <bool kRight>
 PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, int64_t items, BFloat16* target) {
   TileRow rows[16];
@@ -107,7 +108,7 @@ PYMOE_INLINE void pack_pairs(const BFloat16* const (&lines)[32], int64_t first, 
 }
 
 #if PYMOE_ISA_LEVEL == 4
-// Packs two right tiles of 16 items each, from whole lines that begin at lines[p] + first.
+// Packs two right tiles of 16 items each, from 32 steps whose 32 items start at lines[p] + first.
 PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t first, BFloat16* target,
                                  BFloat16* second_target) {
   alignas(64) static constexpr uint16_t kOrder[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -124,8 +125,8 @@ PYMOE_INLINE void pack_two_right(const BFloat16* const (&lines)[32], int64_t fir
 }
 #endif
 
-// Packs `items` items from `first` on and `k` steps from `p` on: first the tiles along k of 16 items, then those of the
-// next 16 items. Each tile also prefetches some of `ahead`.
+// Packs `items` items starting at `first`, and `k` steps of each starting at `p`: all tiles along k of the first 16
+// items, then those of the next 16 items. With each packed tile, a part of `ahead` is prefetched.
 template <bool kRight>
 void pack_tiles(const TileSource& source, int64_t first, int64_t items, int64_t p, int64_t k, BFloat16* target,
                 RowsAhead& ahead) {

@@ -1,11 +1,12 @@
-// Rows of C from the sums of gemm_amx.h (see there; no include guard on purpose).
+// Computes rows of C from the sums of gemm_amx.h (see gemm_amx.h; no include guard on purpose).
 //
-// Sums of 16 x 16 floats are stored row by row. Two of them that are neighbours along a row of C make 16 rows of 32
-// columns: these get the bias added, are rounded to bf16, and subnormal results become zero, as AVX512_BF16 rounds.
+// A tile of 16 x 16 fp32 sums is stored row by row. Two tiles that are neighbours along a row of C make 16 rows of 32
+// columns. The bias is added to them, and they are rounded to bf16 as AVX512_BF16 rounds: subnormal results become
+// zero.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// round_sum rounds one sum, and round_row a row of 32 columns.
+// round_sum rounds one sum to bf16, and round_row a row of 32 sums; subnormal results become zero.
 PYMOE_INLINE BFloat16 round_sum(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   return (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
@@ -25,8 +26,8 @@ PYMOE_INLINE TileRow round_row(vfloat low, vfloat high) {
 }
 #endif
 
-// Writes 16 rows of 32 columns of C, rounded, from two adjacent tiles of sums. kTransposed: a row of the sums is a
-// column of C. `bias` has 32 values.
+// Adds the bias, 32 values, to two adjacent tiles of sums and writes them, rounded, to `rows` as 16 rows of 32 columns
+// of C. kTransposed: a row of a sum tile is a column of C.
 template <bool kTransposed>
 PYMOE_INLINE void round_sums(const float* first, const float* second, const float* bias, TileRow (&rows)[16]) {
 #if PYMOE_ISA_HAS_BF16
@@ -35,7 +36,7 @@ PYMOE_INLINE void round_sums(const float* first, const float* second, const floa
                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i pairs = _mm512_load_si512(kPairs);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {  // columns 2 i and 2 i + 1 of C
+    for (int i = 0; i < 16; ++i) {  // columns 2 i and 2 i + 1
       const float* from = (i < 8 ? first : second) + i % 8 * 32;
       const vfloat even = broadcast(bias[2 * i]) + load(from), odd = broadcast(bias[2 * i + 1]) + load(from + 16);
       rows[i] = (vfloat)_mm512_permutexvar_epi16(pairs, (__m512i)round_row(even, odd));
@@ -58,7 +59,8 @@ PYMOE_INLINE void round_sums(const float* first, const float* second, const floa
 #endif
 }
 
-// Stores `count` <= 32 elements; with kStreams, a whole line that bypasses the caches.
+// Stores the first `count` <= 32 elements of a row. With kStreams, a whole, aligned cache line bypasses the caches;
+// call stream_fence afterwards.
 template <bool kStreams>
 PYMOE_INLINE void store_tile_row(BFloat16* target, TileRow row, int64_t count) {
 #if PYMOE_ISA_LEVEL == 4

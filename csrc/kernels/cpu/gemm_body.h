@@ -1,9 +1,9 @@
 // The loops of gemm around the micro-kernel (see gemm.h; no include guard on purpose).
 //
-// For every block of k and every block of rows: pack A; multiply every panel of B, which stays in the first-level
-// cache, with every panel of A, which streams from the second level. The first block of rows packs B, a few panels
-// ahead of their use; if it is the only block, only these few panels are kept. The length of a block of k
-// is fixed, so an element is the same sum of partial sums however C is cut.
+// For every block of k and every block of rows: pack A, then multiply every panel of B, which stays in the first-level
+// cache, by every panel of A, which is read from the second-level cache. The first block of rows packs B, a few panels
+// at a time; if it is the only block, only these few panels are kept. The length of a block of k is fixed, so an
+// element is the same sum of partial sums however C is cut.
 // clang-format off: each depends on those before it
 #include "kernels/cpu/gemm_micro_kernel.h"
 #include "kernels/cpu/gemm_pack.h"
@@ -17,8 +17,9 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// A panel of B (kBlockK x kTileColumns) takes half of a 32 KiB first-level cache, or three quarters if the tile is
-// wide and its products outlast the loads; a block of A (kBlockRows x kBlockK) a quarter of a 1 MiB second-level cache.
+// A panel of B (kBlockK x kTileColumns) takes half of a 32 KiB first-level cache, or three quarters with AVX-512, whose
+// products take longer than the loads. A block of A (kBlockRows x kBlockK) takes a quarter of a 1 MiB second-level
+// cache.
 inline constexpr int64_t kPanelBytes = PYMOE_ISA_LEVEL == 4 ? 24576 : 16384;
 template <typename S>
 inline constexpr int64_t kBlockK = kPanelBytes / (kTileColumns<S> * static_cast<int64_t>(sizeof(S)));
@@ -28,7 +29,7 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  // Vectors are contiguous both along and across k; they are treated as contiguous across k.
+  // A with one column and B with one row are contiguous both along and across k; they count as contiguous across k.
   if (g.a_column_stride == 1 && g.b_row_stride == 1 && !(g.a_row_stride == 1 && g.b_column_stride == 1)) {
     if constexpr (kNtPacks<T>) {
       if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
@@ -43,14 +44,15 @@ void gemm(const Gemm<T>& g) {
   const int64_t block_depth = std::min((g.k + kDepth - 1) / kDepth, kBlockK<S>);
   const int64_t block_rows = std::min(round_up(g.m, kTileRows), kBlockRows<S>);
 
-  // Contiguous rows of B are read in pieces longer than a panel, to use whole lines and pages.
+  // Number of columns of B that are packed at a time: several panels if B's rows are contiguous, to read whole cache
+  // lines and pages.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
   // Sums are kept in C itself if its type allows that. Otherwise they are kept separately and rounded at the end: the
   // sums of one panel if k is one block, or all of them.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  // The number of columns of B that are read in place at a time; used for few rows and a B with contiguous rows.
+  // Number of columns of B that are read in place at a time; not 0 only for few rows and a B with contiguous rows.
   const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
@@ -63,9 +65,10 @@ void gemm(const Gemm<T>& g) {
   P* panels_b = reinterpret_cast<P*>(carve(memory, block_depth * (keeps_b ? padded_columns : ahead) + kPackSlack));
   P* panels_a = reinterpret_cast<P*>(carve(memory, block_depth * block_rows + kPackSlack));
   S* bias = carve(memory, padded_columns);
-  S* partial = carve(memory, kPartial);  // sums of a block of k, kept in place
+  S* partial = carve(memory, kPartial);  // sums over a block of k, if B is read in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
-  // The sums of the rows from `row` on, in the order of sums_order(row).
+  // sums_of returns the sums of the rows from `row` on, and sums_order returns the order in which those rows are
+  // stored.
   const auto sums_order = [&](int64_t row) { return kInPlace ? order_from(g.rows, row) : nullptr; };
   const auto sums_of = [&](int64_t row, int64_t column) {
     if constexpr (kInPlace) {
@@ -93,7 +96,7 @@ void gemm(const Gemm<T>& g) {
       pack<kTileRows>(g.a + move_to(g.rows, row, g.a_row_stride) + move_to(g.steps, p, g.a_column_stride),
                       g.a_row_stride, g.a_column_stride, rows, k, panels_a, order_from(g.rows, row),
                       order_from(g.steps, p));
-      int64_t unpacked = 0;  // number of columns of B that are not packed
+      int64_t unpacked = 0;  // number of columns of B that were multiplied in place
       if (in_place > 0) {
         const int64_t all = g.n / kInPlaceMultiple<T> * kInPlaceMultiple<T>;
         for (int64_t columns; unpacked < all; unpacked += columns) {
@@ -123,7 +126,7 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // The next part to pack: further columns, or the first columns of the next block of k.
+            // The next part to pack: the next columns, or the first columns of the next block of k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

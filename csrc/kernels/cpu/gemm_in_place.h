@@ -1,8 +1,8 @@
 // The loops of gemm for few rows and a B whose rows are contiguous (see gemm.h; no include guard on purpose).
 //
-// Packing B costs as much as multiplying it by several rows, so for few rows B is read in place: once from memory,
-// and from the second-level cache by the panels of A after the first. Sums equal those of the micro-kernel bit for bit:
-// a row of C must not depend on how many rows there are.
+// Packing B costs as much as multiplying it by several rows, so for few rows B is read in place: from memory for the
+// first panel of A, and from the second-level cache for the others. Sums equal those of the micro-kernel bit for bit,
+// because a row of C must not depend on the number of rows.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -10,8 +10,8 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int kInPlaceRows = 4 * kTileRows;
 inline constexpr int64_t kInPlaceBytes = 16 << 10;  // bytes of sums, which stay in the first-level cache
 
-// sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B; the last
-// step may have one row less than kDepth; `columns` is a multiple of kInPlaceMultiple.
+// Computes sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B, where k need
+// not be a multiple of kDepth. `columns` must be a multiple of kInPlaceMultiple.
 template <typename T>
 using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64_t b_row_stride, int64_t columns,
                                accumulate_t<T>* sums);
@@ -19,7 +19,8 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// Up to this many rows of wide elements, the processor's own prefetching is better than prefetch instructions.
+// For up to this many rows, the hardware prefetcher alone is faster than with prefetch instructions. It is 0 for 16-bit
+// elements.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 
@@ -80,7 +81,8 @@ InPlaceKernel<T> in_place_kernel_for(int64_t rows) {
   }(std::make_integer_sequence<int, kTileRows>{});
 }
 
-// Returns how many of the `columns` columns are multiplied at a time by a panel of `rows` rows; 0 if there are too few.
+// Returns how many of the `columns` columns of B are multiplied at a time by a panel of `rows` rows; 0 if B has too few
+// columns.
 template <typename T>
 int64_t in_place_columns(int64_t rows, int64_t columns) {
   const int64_t fitting = kInPlaceBytes / static_cast<int64_t>(sizeof(accumulate_t<T>)) / rows;

@@ -1,8 +1,8 @@
 // The innermost loop of gemm: a tile of C in registers (see gemm.h; no include guard on purpose).
 //
 // The tile is as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
-// broadcasts kTileRows elements of A, feeds many multiply-adds: 6 x 2 vectors of the 16 of AVX2, 14 x 2 of the 32 of
-// AVX-512, 12 x 2 of the 32 of NEON, 4 x 2 of the 16 of SSE2 (which has no fused multiply-add and needs a register for
+// broadcasts kTileRows elements of A, performs many multiply-adds: it takes 6 x 2 of AVX2's 16 vector registers, 14 x 2
+// of AVX-512's 32, 12 x 2 of NEON's 32, and 4 x 2 of SSE2's 16 (SSE2 has no fused multiply-add and needs a register for
 // the product).
 
 namespace pymoe::cpu::PYMOE_ISA {
@@ -12,7 +12,7 @@ inline constexpr int kTileRows = 14;
 #elif PYMOE_ISA_LEVEL == 3
 inline constexpr int kTileRows = 6;
 #elif PYMOE_NEON
-inline constexpr int kTileRows = 12;  // a multiple of the lanes
+inline constexpr int kTileRows = 12;  // a multiple of the number of lanes
 #else
 inline constexpr int kTileRows = 4;
 #endif
@@ -35,8 +35,8 @@ PYMOE_INLINE vfloat multiply_add(vfloat a, vfloat b, vfloat c) { return a * b + 
 PYMOE_INLINE vdouble multiply_add(vdouble a, vdouble b, vdouble c) { return a * b + c; }
 #endif
 
-// The elements of panels, and the product of two of them. A panel's element stands for kDepth elements of T along k:
-// one, widened to the type of sums, or two if an instruction multiplies pairs.
+// The elements of panels, and how they are multiplied. A panel element represents kDepth elements of T along k: one,
+// widened to the type of the sums, or two if an instruction multiplies pairs.
 template <typename T>
 struct Panel {
   using Element = accumulate_t<T>;
@@ -66,13 +66,13 @@ using panel_t = typename Panel<T>::Element;
 
 inline constexpr int64_t kAskEvery = 4;  // steps
 
-// Prefetches the rows of B that are packed next, line by line, while others are multiplied, so that memory and
-// arithmetic work at the same time.
+// Prefetches the rows of B that are packed next, a few cache lines at a time, while earlier rows are multiplied, so
+// that memory accesses and arithmetic overlap.
 class RowsAhead {
  public:
   RowsAhead() = default;
 
-  // `pauses`: the number of times that `ask` is called.
+  // `pauses`: the expected number of calls of `ask`, over which the lines are spread.
   template <typename T>
   RowsAhead(const T* begin, int64_t row_size, int64_t row_stride, int64_t rows, int64_t pauses)
       : line_(reinterpret_cast<uintptr_t>(begin)),
@@ -103,8 +103,8 @@ class RowsAhead {
   int64_t at_once_ = 0;
 };
 
-// sum[i] += sum over p of a[p][i] * b[p]: k steps of a tile, of a packed panel `a` of kTileRows and `b` of
-// kTileColumns.
+// Adds the products along k steps of two packed panels, `a` of kTileRows rows and `b` of kTileColumns columns, to a
+// tile of sums: sum[i] += sum over p of a[p][i] * b[p].
 template <typename T, int kRows>
 PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
                                   RowsAhead& ahead, vector_t<T> (&sum)[kRows][kTileVectors]) {
@@ -113,12 +113,12 @@ PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a,
     vector_t<T> right[kTileVectors];
 #pragma GCC unroll 16
     for (int j = 0; j < kTileVectors; ++j) right[j] = Panel<T>::load(b + j * kLanes<S>);
-#if PYMOE_NEON  // multiply-adds take a factor from a lane
+#if PYMOE_NEON  // NEON's multiply-adds can take one factor from a lane of a vector
     vector_t<T> lefts[(kRows + kLanes<S> - 1) / kLanes<S>];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; i += kLanes<S>) {
       lefts[i / kLanes<S>] = Panel<T>::load(a + i);
-      asm("" : "+w"(lefts[i / kLanes<S>]));  // gcc 12 would load each lane apart, into registers of integers
+      asm("" : "+w"(lefts[i / kLanes<S>]));  // gcc 12 would load each lane into an integer register
     }
 #endif
 #pragma GCC unroll 16
@@ -143,9 +143,9 @@ PYMOE_INLINE void multiply_panels(int64_t k, const panel_t<T>* PYMOE_RESTRICT a,
   for (; p < k; ++p) step();
 }
 
-// c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for i < rows and j < columns. `a` is a packed panel of
-// kTileRows, `b` one of kTileColumns. `start` is either c itself or a row of start values (stride 0); it is read one
-// whole vector at a time if columns == kTileColumns.
+// Computes c[i][j] = start[i][j] + sum over p of a[p][i] * b[p][j] for j < columns and every row i of the tile. `a` is
+// a packed panel of kTileRows rows, `b` one of kTileColumns columns. `start` is either c itself or a single row of
+// initial values (stride 0).
 template <typename T>
 using MicroKernel = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const accumulate_t<T>* start,
                              int64_t start_stride, accumulate_t<T>* c, int64_t c_stride, int columns, RowsAhead& ahead);
@@ -182,8 +182,9 @@ void micro_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T
   }
 }
 
-// Calls run(c, c_stride) for a tile of C whose rows have an order, or null: in place if the rows are consecutive,
-// otherwise on a copy, so that kernels need not handle orders. `reads`: run() needs C's former content.
+// Calls run(tile, stride) on a tile of C whose rows are stored in `order` (null: consecutively). The tile is C itself
+// if the rows are consecutive, otherwise a copy, which is written back: kernels need not handle orders. `reads`: run()
+// reads C's former content.
 template <typename S, typename E, typename Run>
 PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t rows, int64_t columns, bool reads,
                            const Run& run) {
@@ -199,8 +200,7 @@ PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t
   for (int64_t i = 0; i < rows; ++i) memcpy(c + order[i] * c_stride, copy + i * kStride, bytes);
 }
 
-// Returns the kernel for a tile of `rows` rows, 1 <= rows <= kTileRows. At the lower edge fewer rows are computed
-// instead of padding.
+// Returns the kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: the tiles at C's lower edge are not padded.
 template <typename T>
 MicroKernel<T> micro_kernel_for(int rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {

@@ -1,13 +1,12 @@
-// The gemm of operands that are both contiguous along k, in terms of BLAS its NT case (see gemm.h; no include guard
-// on purpose).
+// The gemm of operands that are both contiguous along k, the NT case of BLAS (see gemm.h; no include guard on purpose).
 //
 // An element of C is one dot product along k, kept in one vector whose lanes are summed at the end: nothing is packed,
 // and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is read once, at
-// the speed of the memory) and, with tiles of kNtRows rows by four columns in registers, for a few. The order of a sum
-// depends only on k, for any tile; gemm_nt_packed.h keeps it for many rows.
+// the speed of memory) and, with tiles of kNtRows rows by four columns in registers, for a few rows. The order of a sum
+// depends only on k, not on the tile; gemm_nt_packed.h adds in the same order for many rows.
 //
-// Blocks of columns whose rows of B fit the second-level cache are multiplied by all rows of A, a few at a time. The
-// lines of the next block are prefetched evenly meanwhile: memory and arithmetic then work at the same time.
+// B is cut into blocks of columns that fit the second-level cache. Each is multiplied by all rows of A, a few rows at a
+// time, while the lines of the next block are prefetched at a steady rate: memory accesses and arithmetic overlap.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -20,16 +19,17 @@ inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
 inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
-// Bytes of B in a block: a pass over it lasts long enough to repay reading the rows of A. Twice as much was 4 to 8 %
-// faster for fp32 on a Zen 5, and no faster for bf16.
+// Bytes of B in a block: enough work per pass to make up for reading the rows of A. With AVX-512, twice as much was 4
+// to 8 % faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
 
-// Multiplies elements of T. Elements of A are widened once, before all columns, and elements of B when they are read.
+// How elements of T are loaded and multiplied. Elements of A are widened once for all columns, elements of B whenever
+// they are loaded.
 template <typename T>
 struct NtProduct {
-  using Row = accumulate_t<T>;  // element of a row of A
+  using Row = accumulate_t<T>;  // type of the elements of a row of A
   static constexpr int kElements = kStep<T>;
 
   template <typename From>
@@ -43,7 +43,7 @@ struct NtProduct {
 };
 
 #if PYMOE_ISA_HAS_BF16
-// One load of 32 elements fills the 16 pairs that Panel<BFloat16>::add multiplies.
+// One load of 32 elements gives the 16 pairs that Panel<BFloat16>::add multiplies.
 template <>
 struct NtProduct<BFloat16> {
   using Row = BFloat16;
@@ -76,20 +76,21 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// The number of rows that nt_stream takes if they have at most kNtLineBytes; it takes two longer ones. Up to these
-// limits it was faster than nt_tile on a Zen 5.
+// Largest number of rows for which nt_stream is used, if a row of A has at most kNtLineBytes; for longer rows it is
+// two. Up to these limits nt_stream was faster than nt_tile on a Zen 5.
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
-// Multiplies a block of k. Sums in lanes continue from `lanes`, or from zero in the first block. They go back to
-// `lanes`, except in the last block, which writes the results: sums[i * kNtColumns + j] = <row i of A, b[j]>.
+// Arguments of nt_tile and nt_stream, which multiply rows of A by kNtColumns columns of B along a block of k. nt_tile
+// continues the sums in `lanes`, or starts at zero in the first block, and writes them back to `lanes`, except in the
+// last block: there it writes the results sums[i * kNtColumns + j] = <row i of A, b[j]>.
 template <typename T>
 struct NtBlock {
   int64_t k;
   const typename NtProduct<T>::Row* a;
   int64_t a_stride;
   const T* b[kNtColumns];
-  const char* ahead[kNtColumns];  // lines that nt_tile prefetches, kAhead of them
+  const char* ahead[kNtColumns];  // lines that nt_tile prefetches; it uses the first kAhead
   uintptr_t distance;             // distance in bytes from the lines of b to those that nt_stream prefetches
   vector_t<T>* lanes;
   bool first;
@@ -97,7 +98,7 @@ struct NtBlock {
   accumulate_t<T>* sums;
 };
 
-// Multiplies a block with many rows: keeps all kRows x kNtColumns sums in registers.
+// Multiplies one block of k, with all kRows x kNtColumns sums in registers.
 template <typename T, int kRows, int kAhead>
 void nt_tile(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -117,8 +118,8 @@ void nt_tile(const NtBlock<T>& block) {
 #pragma GCC unroll 4
       for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
-    // The operands that are loaded first stay in registers, together with one of the others. With AVX2, twelve of 16
-    // registers hold sums, so few are left.
+    // All vectors of the first operand are loaded, then one vector of the second at a time. With AVX2, sums take twelve
+    // of the 16 registers, so the first operand must be A, which needs only three.
 #if PYMOE_ISA_LEVEL != 3
     vector_t<T> right[kNtColumns];
 #pragma GCC unroll 4
@@ -165,8 +166,7 @@ void nt_tile(const NtBlock<T>& block) {
   for (int i = 0; i < kRows; ++i) sum_lanes_of_four(sum[i], block.sums + i * kNtColumns);
 }
 
-// Multiplies few rows, over all of k: B is read along its rows, one or two rows at a time, which gives the most
-// bandwidth.
+// Multiplies few rows, along all of k. Reads only one or two columns of B at a time, which gives the highest bandwidth.
 template <typename T, int kRows>
 void nt_stream(const NtBlock<T>& block) {
   using Product = NtProduct<T>;
@@ -229,8 +229,8 @@ NtTile<T> nt_stream_for(int64_t rows) {
   }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
 }
 
-// Returns rows of A, from `first` on, in the form that the product takes: in place, or widened and ordered in
-// `scratch`.
+// Returns a pointer to `rows` rows of A, starting at `first`, as elements of NtProduct<T>::Row, and their stride: in
+// place if possible, otherwise a copy in `scratch`, widened and in order.
 template <typename T>
 PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
                                                                            int64_t rows, int64_t p, int64_t k,
@@ -253,7 +253,7 @@ PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const
   return {scratch, stride};
 }
 
-// Writes C from the sums of a pass, four columns of all its rows at a time.
+// Adds the bias to the sums of a pass, rounds them and writes them to C, four columns of all rows at a time.
 template <typename T>
 void nt_finish(const Gemm<T>& g, int64_t row, int64_t rows, int64_t first, int64_t end, const accumulate_t<T>* sum,
                const accumulate_t<T>* bias) {
@@ -306,8 +306,8 @@ void gemm_nt(const Gemm<T>& g) {
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);
-      // A step prefetches four lines of the next block. A single pass prefetches all of them; with two passes each
-      // prefetches two lines, with four passes one.
+      // Each of the four columns of a step has a line to prefetch in the next block. A single pass prefetches all four,
+      // each of two or three passes two, and each of more passes one.
       const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
       int64_t p = 0;
       do {

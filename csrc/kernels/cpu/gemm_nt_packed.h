@@ -1,18 +1,18 @@
-// The sums of gemm_nt by packed panels, for many rows (see gemm.h; no include guard on purpose).
+// The sums of gemm_nt from packed panels, for many rows (see gemm.h; no include guard on purpose).
 //
-// In gemm_nt a lane of a vector sums every 16th element or pair along k (every 8th with AVX2), and a tile reads a line
-// of B for every few rows of A, which is too much for the second-level cache. Here panels store the elements of one
-// lane after those of another. A tile of the micro-kernel's size is multiplied lane by lane, and the sums of an element
-// are added in the order of sum_lanes_of_four. So both files compute the same bits for a row of C, and many rows cost
-// only their arithmetic.
+// In gemm_nt, a lane of a vector sums every 16th element or pair along k (every 8th with AVX2), and B is read again for
+// every few rows of A, which exceeds the bandwidth of the second-level cache. Here, panels store all elements of one
+// lane, then those of the next. A tile of the micro-kernel's size is multiplied lane by lane, and the lanes' sums of an
+// element are added in the order of sum_lanes_of_four. So both files compute the same bits for a row of C.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// Returns true if panels are faster than tiles, as measured on a Zen 5 at both levels: for many rows, and for fewer
-// rows if k is long. Panels of widened elements take more memory than the elements, and pay off later.
+// Returns true if this was faster than gemm_nt on a Zen 5, with AVX2 and with AVX-512: for many rows, and for fewer
+// rows if k is large. (Panels of widened elements take more memory than the elements themselves, so they need many
+// rows.)
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
@@ -24,16 +24,16 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 inline constexpr int kLaneCount = kLanes<float>;
 inline constexpr int64_t kNtPackedBytes = 2 << 20;  // largest size of the panels of A in bytes
 
-// The order in which sum_lanes_of_four adds neighbouring lanes, then neighbouring sums, and so on.
+// The order of lanes in which sum_lanes_of_four adds neighbours, then the neighbouring sums, and so on.
 #if PYMOE_ISA_LEVEL == 4
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
 #else
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-// The layout of panels of kPanel items with k elements of T each. In step p, lane l multiplies element l (or pair l) of
-// an item's vector p along k; that of item i is at [l][p][i]. Every lane has room for lane_stride(k) steps. One of them
-// is left free, because the last store may write more than its step. Their number is odd, so that the lanes do not
+// The layout of panels of kPanel items with k elements of T each. Lane l multiplies element l (or pair l) of an item's
+// p-th vector along k; for item i, this element is at [l][p][i]. Every lane has room for lane_stride(k) steps p: one
+// more than needed, because the last store may write more than its step, and an odd number, so that the lanes do not
 // share a few sets of the first-level cache.
 template <typename T>
 struct LanePanels {
@@ -46,8 +46,8 @@ struct LanePanels {
   }
 };
 
-// Packs items in the given order (nullptr: as they are). Missing items are filled with any other item, since their
-// results are never read; missing steps of k are zeros.
+// Packs one panel: items order[0], order[1], ... (nullptr: 0, 1, ...). Missing items are copies of the last one, since
+// their results are never read; missing steps of k are zeros.
 template <int kPanel, typename T>
 void pack_lanes(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                 const int32_t* order = nullptr) {
@@ -83,13 +83,13 @@ template <typename T>
 using NtPackedTile = void (*)(int64_t k, const panel_t<T>* a, const panel_t<T>* b, const float* bias, T* c,
                               int64_t c_stride, int columns, RowsAhead& ahead);
 
-// c[i][j] = bias[j] + <row i of A, column j of B> for i < kRows and j < columns.
+// Computes c[i][j] = bias[j] + <row i of A, column j of B> for i < kRows and j < columns.
 template <typename T, int kRows>
 void nt_packed_tile(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const panel_t<T>* PYMOE_RESTRICT b,
                     const float* bias, T* c, int64_t c_stride, int columns, RowsAhead& ahead) {
-  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // maximum number of waiting sums: 2^4 lanes are added
+  constexpr int kColumns = kTileColumns<float>, kDepth = 4;  // kDepth: most waiting sums, for up to 2^4 lanes
   const int64_t steps = LanePanels<T>::steps(k), stride = LanePanels<T>::lane_stride(k);
-  vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbour is not computed yet
+  vfloat waiting[kDepth][kRows][kTileVectors];  // sums whose neighbours are not computed yet
   int depth = 0;
   vfloat sum[kRows][kTileVectors];
   const auto for_tile = [&](const auto& what) __attribute__((always_inline)) {

@@ -1,28 +1,29 @@
 // Packing for gemm (see gemm.h; no include guard on purpose).
 //
-// pack<kPanel>(source, item_stride, k_stride, items, k, target, ...) copies a matrix of `items` x `k` elements to
-// panels of kPanel items, k-major inside a panel, as elements of Panel<T> (gemm_micro_kernel.h); each item has
-// depth = ceil(k / kDepth) of them:
+// pack<kPanel>(source, item_stride, k_stride, items, k, target, ...) copies a matrix of `items` x `k` elements into
+// panels of kPanel items, k-major within a panel. Their elements are those of Panel<T> (gemm_micro_kernel.h); each item
+// has depth = ceil(k / kDepth) of them:
 //
 //     target[(item / kPanel) * kPanel * depth + p * kPanel + item % kPanel] = source[item * item_stride + p * k_stride]
 //
-// and zero for missing items of the last panel, and for the second half of a pair at the end of k. Items are rows
-// of A or columns of B. If k is contiguous in memory, blocks are transposed in registers; if items are, vectors
-// are copied. The vectors of a step may be wider than the panel: the surplus lands where the next step writes, so
-// `target` needs kPackSlack elements past its end. Items that are contiguous along k may have an order,
-// and so may steps of k along which items are contiguous (gemm.h).
+// (written here for kDepth = 1), with zeros for missing items of the last panel, and for the second half of a pair past
+// the end of k. Items are rows of A or columns of B. If elements along k are contiguous, blocks are transposed in
+// registers; if items are contiguous, vectors are copied. The vectors of a step may be wider than the panel: the
+// surplus is written where the next step writes, so `target` needs room for kPackSlack elements past its end. An order
+// of items requires items that are contiguous along k; an order of steps requires that a step's items are contiguous
+// (gemm.h).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
 inline constexpr int64_t kPackSlack = 16;
-inline constexpr int64_t kPackMaxDepth = 512;  // largest number of steps of k in one call
+inline constexpr int64_t kPackMaxDepth = 512;  // largest number of panel elements of an item in one call
 
 // Number of elements of S in 16 bytes. Blocks are transposed in parts of this size, because shuffles are cheap only
 // within a 128-bit part of a vector.
 template <typename S>
 inline constexpr int kPart = 16 / static_cast<int>(sizeof(S));
 
-// Returns the 16 bytes at `source` as a vector of the baseline instruction set: widened elements, or four pairs.
+// Returns a 16-byte vector of the baseline instruction set from the elements at `source`: widened, or as four pairs.
 template <typename T>
 PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
   if constexpr (Panel<T>::kDepth == 2) {
@@ -38,7 +39,8 @@ PYMOE_INLINE baseline::vector_t<T> load_part(const T* source) {
   return baseline::load(source);
 }
 
-// Returns [part of rows[0], part of rows[step], part of rows[2 * step], ...], each from element p on.
+// Returns the vector [part of rows[0], part of rows[step], part of rows[2 * step], ...], where each part starts at
+// element p of its row.
 template <typename T>
 PYMOE_INLINE vector_t<T> gather_parts(const T* const* rows, int step, int64_t p) {
   using Vector = vector_t<T>;
@@ -71,8 +73,8 @@ PYMOE_INLINE vector_t<T> gather_parts(const T* const* rows, int step, int64_t p)
   return vector;
 }
 
-// Shuffles two vectors by a rule that repeats in every 128-bit part: lane i takes rule(i within its part), where
-// 0 .. part - 1 are the lanes of a's part and part .. 2 * part - 1 those of b's.
+// Shuffles two vectors by a rule that is the same for every 128-bit part: lane i of a part takes lane rule(i), where
+// lanes 0 .. part - 1 are those of a's part and lanes part .. 2 * part - 1 those of b's.
 template <typename Vector, typename Rule>
 PYMOE_INLINE Vector shuffle_parts(Vector a, Vector b, Rule rule) {
   constexpr int lanes = static_cast<int>(sizeof(Vector) / sizeof(a[0]));
@@ -107,9 +109,9 @@ PYMOE_INLINE vfloat odd_parts(vfloat a, vfloat b) {
   return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
-// Transposes a block of as many rows as a vector has lanes.
+// Transposes a square block of rows, as many as a vector has lanes.
 PYMOE_INLINE void transpose(vfloat (&v)[16]) {
-  vfloat part[4][4];  // [i]: rows 4 i .. 4 i + 3, in [j] their columns j, 4 + j, 8 + j, 12 + j
+  vfloat part[4][4];  // [i][j]: of rows 4 i .. 4 i + 3, columns j, 4 + j, 8 + j and 12 + j
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
 #pragma GCC unroll 4
@@ -128,7 +130,7 @@ PYMOE_INLINE void transpose(vfloat (&v)[16]) {
 }
 #elif PYMOE_ISA_LEVEL == 3
 PYMOE_INLINE void transpose(vfloat (&v)[8]) {
-  vfloat part[2][4];  // [i]: rows 4 i .. 4 i + 3, in [j] their columns j, 4 + j
+  vfloat part[2][4];  // [i][j]: of rows 4 i .. 4 i + 3, columns j and 4 + j
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
 #pragma GCC unroll 4
@@ -149,7 +151,8 @@ PYMOE_INLINE void transpose_parts(vdouble (&v)[2]) {
   v[0] = a;
 }
 
-// Returns the panel element of source[0], source[k_stride], ...; `left` elements of k remain.
+// Returns the panel element made of source[0] and, for pairs, source[k_stride], or zero in its place if only one
+// element of k is left (`left` == 1).
 template <typename T>
 PYMOE_INLINE panel_t<T> panel_element(const T* source, int64_t k_stride, int64_t left) {
   if constexpr (Panel<T>::kDepth == 2) {
@@ -159,7 +162,7 @@ PYMOE_INLINE panel_t<T> panel_element(const T* source, int64_t k_stride, int64_t
   }
 }
 
-// Loads as many panel elements as a vector has lanes, from contiguous items.
+// Returns the panel elements of as many contiguous items as a vector has lanes; see panel_element for `left`.
 template <typename T>
 PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t left) {
 #if PYMOE_ISA_HAS_BF16
@@ -172,7 +175,7 @@ PYMOE_INLINE vector_t<T> panel_vector(const T* source, int64_t k_stride, int64_t
 }
 
 #if PYMOE_ISA_HAS_BF16
-// The order that interleaves 32 elements of each of two rows as 32 pairs.
+// The order that interleaves two rows of 32 elements as 32 pairs.
 struct PairOrder {
   alignas(64) uint16_t index[64];
   constexpr PairOrder() : index{} {
@@ -182,7 +185,7 @@ struct PairOrder {
 inline constexpr PairOrder kPairOrder;
 #endif
 
-// Loads two vectors of panel elements, from contiguous items; `left` elements of k remain.
+// Loads two vectors of panel elements from contiguous items; see panel_element for `left`.
 template <typename T>
 PYMOE_INLINE void load_two(const T* source, int64_t k_stride, int64_t left, vector_t<T>* two) {
 #if PYMOE_ISA_HAS_BF16
@@ -204,9 +207,9 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));
 }
 
-// Packs a matrix whose elements along k are contiguous. A panel's rows are read a cache line at a time, and only as
-// many rows together as a vector has lanes: rows at distances of a power of two share a set of the first-level cache,
-// which has room for no more lines.
+// Packs a matrix whose elements along k are contiguous. A panel's rows are read a cache line at a time, and no more
+// rows together than a vector has lanes: rows a power of two apart share a set of the first-level cache, which has room
+// for only a few lines.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                      const int32_t* order) {
@@ -266,8 +269,8 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
   }
 }
 
-// Packs a matrix whose items are contiguous. A few steps of k go through all panels before the next few, so that both
-// source and target lines stay in the cache.
+// Packs a matrix whose items are contiguous. A few steps of k are packed into all panels before the next few steps, so
+// that the lines of both source and target stay in the cache.
 template <int kPanel, typename T>
 void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, panel_t<T>* target,
                  const int32_t* steps) {
@@ -278,7 +281,7 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
   const int64_t depth = (k + kDepth - 1) / kDepth;
   for (int64_t p0 = 0; p0 < depth; p0 += kSteps) {
     const int64_t p1 = p0 + kSteps < depth ? p0 + kSteps : depth;
-    const T* begins[kSteps];    // begin of the items in each step
+    const T* begins[kSteps];    // the first item of each step
     int64_t to_second[kSteps];  // distance to the second elements of the pairs
     for (int64_t p = p0; p < p1; ++p) {
       const int64_t place = place_of(steps, p * kDepth);
@@ -291,7 +294,8 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
-        // The surplus of the last step would land on the next panel's first step, and no later step overwrites it.
+        // The surplus of a panel's last step would overwrite the next panel's first step, which is already packed
+        // unless it is one of these steps.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];

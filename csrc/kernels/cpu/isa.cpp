@@ -18,8 +18,9 @@
 namespace pymoe::cpu {
 namespace {
 
-// Returns true if this process may use the tiles of AMX for bf16 and int8: the processor has them, the system saves
-// them (XCR0), and grants them. (Linux grants them only on request, because they enlarge a thread's state by 8 KiB.)
+// Returns true if this process may use AMX tiles for bf16 and int8: the processor has them, the system saves them on
+// thread switches (XCR0), and it grants them to this process. (Linux grants them only on request, because they enlarge
+// a thread's state by 8 KiB.)
 bool grants_tiles() {
 #if PYMOE_MULTIVERSION && defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kInt8 = 1u << 25, kOsXsave = 1u << 27;

@@ -1,12 +1,12 @@
 // The instruction set of the CPU kernels, chosen once at run time.
 //
-// A kernel whose loops gain from wider vectors puts them into a body file and has it compiled once per instruction
-// set (for_each_isa.h). `best_isa()` is the best one that the processor offers, or a lower one that the environment
-// variable PYMOE_CPU_ISA (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm) asks for: tests
-// run every body that the machine can run.
+// If a kernel's loops are faster with wider vectors, they are in a body file, which is compiled once per instruction
+// set (for_each_isa.h). best_isa() returns the best set that the processor offers, or a lower one if the environment
+// variable PYMOE_CPU_ISA names it (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm), so that
+// tests can run every body that the machine supports.
 //
-// amx is like v4_bf16, except that products of bf16 and of quantised weights use the tiles of AMX. Linux must grant
-// them to the process, and is asked once; if it refuses, v4_bf16 is used.
+// amx is v4_bf16 whose products of bf16 and of quantised weights use AMX tiles. Linux is asked once to grant them to
+// the process; if it refuses, v4_bf16 is used.
 #pragma once
 
 namespace pymoe::cpu {
@@ -38,10 +38,10 @@ const char* name_of(Isa isa);
 #endif
 
 // PYMOE_SELECT_ISA(f)(args): calls baseline::f, v3::f or v4::f; f may be a template with its arguments.
-// PYMOE_SELECT_ISA_UP_TO_V3(f)(args): the same for a body with PYMOE_ISA_WIDEST 3 (for_each_isa.h).
-// PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): the same for a body with PYMOE_ISA_BF16, with v4_bf16::f.
-// PYMOE_SELECT_ISA_OF_BYTES(f)(args): the same for functions that multiply bytes, in a body with PYMOE_ISA_BF16 and
-// PYMOE_ISA_DOTPROD, with dotprod::f and i8mm::f.
+// PYMOE_SELECT_ISA_UP_TO_V3(f)(args): for a body with PYMOE_ISA_WIDEST 3 (for_each_isa.h); calls baseline::f or v3::f.
+// PYMOE_SELECT_ISA_UP_TO_BF16(f)(args): for a body with PYMOE_ISA_BF16; may also call v4_bf16::f.
+// PYMOE_SELECT_ISA_OF_BYTES(f)(args): for functions that multiply bytes, in a body with PYMOE_ISA_BF16 and
+// PYMOE_ISA_DOTPROD; may also call v4_bf16::f on x86-64, and dotprod::f or i8mm::f on aarch64.
 #if PYMOE_MULTIVERSION
 #define PYMOE_SELECT_ISA(...)                                              \
   (::pymoe::cpu::best_isa() >= ::pymoe::cpu::Isa::kV4   ? &v4::__VA_ARGS__ \

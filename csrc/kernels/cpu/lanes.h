@@ -1,5 +1,5 @@
-// Working across the lanes of vectors: transpose and masks (a part of bodies for for_each_isa.h; no include guard on
-// purpose).
+// Operations across the lanes of vectors: transpose and masks (included by bodies for for_each_isa.h; no include guard
+// on purpose).
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -27,8 +27,8 @@ PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
     return;
   }
 #endif
-  // Swaps the off-diagonal blocks of size 1, 2, 4, ...: lanes whose index has the bit `size` are exchanged with the
-  // partner's.
+  // Swaps the off-diagonal blocks of size 1, then 2, 4, ...: in rows i and i + size, the lanes of row i whose index has
+  // the bit `size` change places with the other lanes of row i + size.
   typedef decltype(rows[0] < rows[0]) Integers;
 #pragma GCC unroll 4
   for (int size = 1; size < kL; size *= 2) {

@@ -1,9 +1,9 @@
 // Parallel loops of the CPU kernels, free of torch.
 //
-// The kernels run on the installed backend: the operator library installs torch's own intra-op pool
-// (ops/parallel.cpp), a C++ test installs plain threads, and without one loops run serially. A backend may cut
-// [begin, end) into any ranges. So that results never depend on the number of threads, a kernel must assign every
-// output element to one range, or reduce over blocks of fixed size whose order does not depend on the cut.
+// The kernels run on the installed backend: the operator library installs torch's own intra-op pool (ops/parallel.cpp),
+// and a C++ test installs plain threads. Without a backend, loops run serially. A backend may cut [begin, end) into any
+// ranges. So that results never depend on the number of threads, a kernel must compute every output element within a
+// single range, or reduce over blocks of fixed size in an order that does not depend on the ranges.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace pymoe::cpu {
 using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
 
 struct ParallelBackend {
-  // Covers [begin, end) with calls of `function`, in ranges of at least `grain` if possible, and returns when all
-  // are done. It may rethrow a call's exception, but need not, since parallel_for does.
+  // Calls `function` on disjoint ranges that cover [begin, end), each of at least `grain` if possible, and returns when
+  // all calls have ended. `function` must not throw (parallel_for catches the exceptions of its body).
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
   int (*num_threads)();
 };
@@ -27,8 +27,8 @@ void set_parallel_backend(const ParallelBackend& backend);
 
 inline int num_threads() { return parallel_backend().num_threads(); }
 
-// Calls body(begin, end) for disjoint ranges that cover [begin, end). The first exception that a body throws is
-// rethrown on the calling thread after all ranges have ended.
+// Calls body(begin, end) on disjoint ranges that cover [begin, end). If calls throw, the first exception is rethrown on
+// the calling thread after all of them have ended.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (end <= begin) return;
@@ -56,7 +56,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (context.error) std::rethrow_exception(context.error);
 }
 
-// Calls body(i) for every i of [0, count), handed out one at a time: for few tasks of unequal cost.
+// Calls body(i) for every i in [0, count). Threads take one i at a time, which suits few tasks of unequal cost.
 template <typename Body>
 void parallel_tasks(int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};

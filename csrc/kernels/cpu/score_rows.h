@@ -1,16 +1,16 @@
-// Scores of one token's row of logits, on the vectors of the instruction set being compiled (a part of bodies for
-// for_each_isa.h; no include guard on purpose). Same bits as core/score.h and pymoe/reference/scores.py,
-// for every instruction set: sums run in kSumLanes virtual lanes.
+// Scores of one token's row of logits, computed with the vectors of the instruction set being compiled (included by
+// bodies for for_each_isa.h; no include guard on purpose). Every instruction set gives the same bits as core/score.h
+// and pymoe/reference/scores.py, because sums are kept in kSumLanes virtual lanes.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The number of vectors for the kSumLanes virtual lanes.
+// Number of vectors that contain the kSumLanes virtual lanes.
 template <typename S>
 inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
 
-// Calls f(vector, first, count, part) along a row of `size` elements stored as T, one block of kSumLanes elements after
-// the other; vector `part` of a block holds elements `first` to `first + count`. In the last block, `count` may be less
-// than a vector's lanes, down to 0; the other lanes are then `fill`.
+// Calls f(vector, first, count, part) for all vectors of a row of `size` elements stored as T, one block of kSumLanes
+// elements after the other. `part` is the vector's index in its block; it contains the `count` elements from `first`
+// on. In the last block, `count` may be less than the number of lanes, even 0; the other lanes are then `fill`.
 template <typename T, typename F>
 PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {
   using S = accumulate_t<T>;
@@ -31,7 +31,7 @@ PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, cons
 }
 
 // Returns a row in the accumulated dtype (store_row converts back): the row itself, or a widened copy in `scratch`,
-// which has room for it. Code after it is compiled per accumulated dtype, not per dtype.
+// which must have room for `size` elements. Code that uses the result is compiled per accumulated dtype, not per dtype.
 template <typename T>
 PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accumulate_t<T>* scratch) {
   using S = accumulate_t<T>;
@@ -43,8 +43,8 @@ PYMOE_INLINE const accumulate_t<T>* widened_row(const T* row, int64_t size, accu
   }
 }
 
-// A sum in kSumLanes lanes, held in kLaneVectors vectors. Call add() for a row's vectors in order, with zeros past the
-// row's end; `part` is the vector to which a value is added.
+// A sum in kSumLanes virtual lanes, which are kLaneVectors vectors. Call add() for a row's vectors in order, with zeros
+// past the row's end; `part` is the index of the vector to which `value` is added.
 template <typename S>
 class LaneSum {
  public:
@@ -73,7 +73,7 @@ PYMOE_INLINE accumulate_t<T> max_of_row(const T* row, int64_t size) {
   return result;
 }
 
-// Writes e^(logit - max) into `exps` unless it is null, and returns the sum.
+// Writes e^(logit - max) for every logit into `exps`, unless it is null, and returns their sum.
 template <typename T>
 PYMOE_INLINE accumulate_t<T> exp_row(const T* row, int64_t size, accumulate_t<T> max, accumulate_t<T>* exps) {
   using S = accumulate_t<T>;

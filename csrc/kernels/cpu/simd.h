@@ -1,9 +1,10 @@
 // Vectors of the instruction set being compiled (see for_each_isa.h; no include guard on purpose).
 //
-// `vector_t<S>` holds kLanes<S> elements of S = float or double. load/store convert from and to the storage types:
-// bf16 and fp16 widen to float and round to nearest even. The partial forms touch `count` elements only and fill the
-// other lanes with zeros. All arithmetic is plain IEEE, in the order written (the build turns contraction off), so an
-// element's result does not depend on the instruction set unless a sum runs over lanes.
+// `vector_t<S>` has kLanes<S> elements of S = float or double. load and store convert from and to the storage types:
+// bf16 and fp16 are widened to float, and float is rounded to them, to nearest even. The partial forms access only
+// `count` elements; load_partial fills the other lanes with zeros. All arithmetic is plain IEEE, in the order written
+// (the build turns contraction off), so an element's result does not depend on the instruction set unless it is a sum
+// over lanes.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -48,8 +49,8 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
-// The conversions of 16-bit floats are written out: compilers turn __builtin_convertvector between 16 and 32 bits into
-// code for single elements.
+// The conversions of 16-bit floats are written with intrinsics, because compilers turn __builtin_convertvector between
+// 16 and 32 bits into scalar code.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
 #if PYMOE_ISA_LEVEL == 4
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -151,7 +152,7 @@ PYMOE_INLINE void store(Float16* target, vfloat value) {
   const vuint32 finite = (is_small & subnormal) | (~is_small & normal);
   const vuint32 kept = (is_large & (0x7c00u | (is_nan & 0x200u))) | (~is_large & finite);
 #if PYMOE_MULTIVERSION
-  const __m128i moved = (__m128i)((sign | kept) << 16);  // shifted up and back with the sign, for the signed pack
+  const __m128i moved = (__m128i)((sign | kept) << 16);  // sign-extended by both shifts, as the signed pack requires
   const __m128i shifted = _mm_srai_epi32(moved, 16);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(target), _mm_packs_epi32(shifted, shifted));
 #else
@@ -168,8 +169,8 @@ PYMOE_INLINE void store_partial(T* target, vector_t<T> value, int count) {
   memcpy(target, padded, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Calls f(first, count) along [0, size), one vector after the other; in the last one, `count` may be less than
-// kStep<T>. f is compiled twice, so that only the last call has partial loads and stores.
+// Calls f(first, count) for every vector of [0, size), in order; for the last one, `count` may be less than kStep<T>. f
+// is compiled twice, so that only the last call has partial loads and stores.
 template <typename T, typename F>
 PYMOE_INLINE void for_vectors(int64_t size, const F& f) {
   int64_t first = 0;
@@ -191,15 +192,15 @@ PYMOE_INLINE void store_count(T* target, vector_t<T> value, int count) {
   }
 }
 
-// Rounds elements of the accumulated dtype to T.
+// Rounds the elements of `row`, of the accumulated dtype, to T and stores them.
 template <typename T>
 PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size) {
   for_vectors<T>(size,
                  [&](int64_t first, int count) { store_count(target + first, load_count(row + first, count), count); });
 }
 
-// Stores a row as store_row does, but bypasses the caches, which then need not read the lines first; call stream_fence
-// afterwards. Vectors that are partial or unaligned are stored normally.
+// Stores a row as store_row does, but bypasses the caches, so that the lines need not be read first; call stream_fence
+// afterwards. Partial vectors, and all vectors of an unaligned row, are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -253,7 +254,7 @@ PYMOE_INLINE auto sum_lanes(Vector value) {
   return value[0];
 }
 
-// Returns e^x within 2 ulp, lane by lane the same bits as exp_in_fixed_steps in core/score.h, whatever the instruction
+// Returns e^x within 2 ulp. Every lane has the same bits as exp_in_fixed_steps in core/score.h, with any instruction
 // set.
 template <typename Vector>
 PYMOE_INLINE Vector exp_vector(Vector x) {

@@ -53,8 +53,9 @@ struct Operand {
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
 // Returns the operand for the `rows` x `depth` matrix at `data`; it also serves matrices at multiples of `jump`
-// elements from there. Blocks may start anywhere along the cut, so the size along it does not affect alignment. If
-// `places` gives an order, it permutes that direction, and elements must be contiguous along the other.
+// elements from there. Blocks may start anywhere along `cut`, so packs along it are never `whole`; across it, the size
+// along it does not affect alignment. If `places` gives an order, it permutes the direction of `cut`, and elements must
+// be contiguous along the other one.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
