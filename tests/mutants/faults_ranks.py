@@ -191,8 +191,8 @@ FAULTS = [
     Fault(
         "choices past a rank's capacity have rows of their own",
         "pymoe/ep/dispatcher.py",
-        "self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)\n        # The first",
-        "pass\n        # The first",
+        "self._to_TK = torch.where(kept_TK, self._to_TK, sharding.num_destinations)\n        # Of a token's",
+        "pass\n        # Of a token's",
         (DUPLICATES, "-k", "travels_once"),
     ),
     Fault(
