@@ -296,9 +296,9 @@ class Pipe(nn.Module):
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
             chunks: the number of micro-batches of this step; None: the pipe's own.
             reduction: ``"mean"``: losses are means over rows. ``"sum"``: they are sums. A function of a micro-batch's
-                target: it returns the number (or tensor with one element) that the loss of the micro-batch is divided
-                by, for example the number of tokens that are not padding (``lambda target: (target != -100).sum()``).
-                Without a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
+                target: it returns the number (or tensor with one element) by which ``loss_fn`` divides its sum, for
+                example the number of tokens that are not padding (``lambda target: (target != -100).sum()``). Without
+                a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
                 weight: ``loss_fn`` is not called for it, and its loss is 0. For torch's own losses, bare or in a
                 ``functools.partial``, the step takes sums, ``ignore_index`` and class weights into account by itself.
                 The graph of any other loss is checked before gradients are added: each term of a mean over rows must
