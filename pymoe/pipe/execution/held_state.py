@@ -558,14 +558,14 @@ _moments = itertools.count(2, 2)  # seen() takes the next number: odd and above 
 
 
 class RunningStep:
-    """A running step, or a part of one."""
+    """A step that is running, or one pass of a call or of its backward."""
 
     def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
-        """Begin a step of the pipe whose threads belong to ``owner``."""
+        """Begin a step. ``stages``: the state of every stage. ``owner``: the pipe's threads."""
         self.stages = stages
         self.owner = owner
         self.conflict: str | None = None
-        """The name of the state over which this step conflicts with another; None without a conflict."""
+        """The name of state that this step shares with another step and that was written; None without a conflict."""
 
     def shareable(self) -> dict[Any, tuple[str, Any]]:
         """Return the state that other steps may share: (name, object) by key."""

@@ -61,8 +61,8 @@ INLINE_LIMIT_S = 500e-6
 """Actions shorter than this are best run inline, on the caller's thread."""
 LONG_ACTIONS = 3
 LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
-"""An inline run starts the workers when this many of its actions were longer than INLINE_LIMIT_S, and these took longer
-than this many seconds in total. One long action is not enough, because another process may have delayed it.
+"""An inline run starts the workers once at least LONG_ACTIONS of its actions took over INLINE_LIMIT_S each, and over
+LONG_ACTIONS_S in total. One long action is not enough, because another process may have delayed it.
 """
 ALWAYS_THREADS = False
 """Set by tests of threads: use all workers even if actions are short."""

@@ -266,7 +266,7 @@ def text(record: Record, width: int | None = None) -> str:
     160.
 
     An action is drawn as its label, padded with dashes. If the label does not fit, only its letter is drawn; actions
-    much shorter than a character may be invisible. Blanks are bubbles.
+    shorter than a character may be invisible. Blanks are bubbles.
     """
     heads = [f"worker {worker}" for worker in range(record.workers)]
     margin = max(map(len, heads)) + len("  ||")

@@ -44,7 +44,7 @@ class Kind(enum.Enum):
 
 
 class Action(NamedTuple):
-    """A forward, a backward or a part of one, of one micro-batch in one stage.
+    """The forward, the backward, or a part of the backward of one micro-batch in one stage.
 
     ``str`` gives stage, letter and micro-batch: ``2F5``. Stages and micro-batches are counted from 0.
 
