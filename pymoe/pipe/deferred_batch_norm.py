@@ -1,13 +1,13 @@
 """Batch norms for pipelines: they are called once per micro-batch, but their running statistics describe whole
 mini-batches.
 
-A batch norm in a pipeline is called once per micro-batch. Each call normalises its rows by their own statistics. An
-ordinary batch norm would also update its running statistics in each call, with a variance that ignores how the means of
-micro-batches differ, and would count every micro-batch as a batch. The deferred one collects statistics over a
-mini-batch and updates the running ones once, with mean and variance of all rows.
+Each call normalises its rows by their own statistics. An ordinary batch norm would also update its running statistics
+in each call, with a variance that ignores how the means of micro-batches differ, and would count every micro-batch as a
+batch. The deferred batch norm collects statistics over a mini-batch and updates the running statistics once, with the
+mean and variance of all rows.
 
-Name and idea come from torchgpipe (Kim et al., 2020). Statistics of parts are combined as in Chan, Golub and LeVeque
-(1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", in fp64.
+Name and idea come from torchgpipe (Kim et al., 2020). Statistics of micro-batches are combined in fp64, as in Chan,
+Golub and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class _Collected(NamedTuple):
 
 
 class _StageStatistics:
-    """Collects the statistics of the current mini-batch of a module in one stage."""
+    """Collects the statistics of the current mini-batch for one module in one stage."""
 
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
         self.calls = 0
-        # By call, because a stage may call a module several times, then by micro-batch, because these come in any
-        # order.
+        # By call, because a stage may call a module several times in a forward, then by the micro-batch's index.
         self.collected: dict[int, dict[int, _Collected]] = {}
 
     def next_call(self, forward: context.MicroBatch) -> int:
-        """Return the number of this call within one forward, from 0."""
+        """Count a call in ``forward``, and return its index in that forward, from 0. Drop the statistics of an earlier
+        mini-batch.
+        """
         before = self.forward
         if forward is not before:
             is_next = before is not None and forward.mini_batch is before.mini_batch
@@ -70,17 +71,17 @@ class _StageStatistics:
 class DeferredBatchNorm(BatchNormBase):
     """A batch norm that updates its running statistics once per mini-batch.
 
-    In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. Running statistics
-    are updated with the last micro-batch, from mean and unbiased variance of all rows of the mini-batch, and
-    ``num_batches_tracked`` goes up by one: just as ``nn.BatchNorm`` does for all rows at once. A recomputed forward is
-    not counted; a mini-batch that failed changes nothing.
+    In a pipeline, in training, each micro-batch is normalised by its own mean and (biased) variance. In the last
+    micro-batch the running statistics are updated with the mean and unbiased variance of all rows of the mini-batch,
+    and ``num_batches_tracked`` goes up by one, as ``nn.BatchNorm2d`` would do for all rows at once. A recomputed
+    forward is not counted. A mini-batch that fails before its last micro-batch changes nothing.
 
-    Everywhere else it is ``nn.BatchNorm``: outside of a pipeline, in evaluation, with one micro-batch, without running
-    statistics. Parameters, buffers and the keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
+    Outside of a pipeline, in evaluation, with one micro-batch, or without running statistics, the layer works like
+    ``nn.BatchNorm2d``. Its parameters, buffers and keys of ``state_dict`` are those of ``nn.BatchNorm2d``.
 
     Args:
-        num_features: the channels C.
-        eps: added to the variance, under the root.
+        num_features: the number C of channels.
+        eps: added to the variance before the square root.
         momentum: the weight of a mini-batch in the running statistics; None: they are the mean over all mini-batches.
         affine: whether there are a weight and a bias for each channel.
         track_running_stats: whether there are running statistics; without them every batch is normalised by its own
@@ -117,13 +118,12 @@ class DeferredBatchNorm(BatchNormBase):
                 dims = [dim for dim in range(input.dim()) if dim != 1]
                 variance, mean = torch.var_mean(input.detach().float(), dims)
         else:
-            # With a momentum of 1, batch_norm() returns this batch's statistics as the "running" ones, at no extra
-            # cost.
+            # With a momentum of 1, batch_norm() writes this batch's statistics to the "running" ones, at no extra cost.
             mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
 
-    # The index differs for each micro-batch, so torch.compile would compile each anew.
+    # torch.compile would recompile for every micro-batch, because each has another index.
     @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _StageStatistics())
@@ -174,17 +174,17 @@ def _make(cls: Any) -> DeferredBatchNorm:
 
 
 def convert_deferred_batch_norm(module: Module) -> Module:
-    """Have all batch norms in ``module`` update their running statistics once per mini-batch.
+    """Make all batch norms in ``module`` update their running statistics once per mini-batch. Return ``module``.
 
     The layers change in place: they stay the same objects, with their parameters, buffers, hooks, flags and names, and
-    instances of their classes. Returns ``module``.
+    are still instances of their former classes.
 
     Args:
         module: a model, or any part of one.
 
     Raises:
         TypeError: there is a ``SyncBatchNorm``, which takes its statistics from several processes; a lazy batch norm
-            that has not seen an input; or a class with a ``forward`` of its own. Nothing is changed in that case.
+            that has not seen an input; or a batch norm whose class has its own ``forward``. No layer is then changed.
     """
     found = {
         name: layer

@@ -73,34 +73,35 @@ class Pipe(nn.Module):
             most. With fewer rows than ``chunks`` there is one micro-batch per row.
         checkpoint: the micro-batches of a training pass that keep only their inputs, and are run again for their
             backward: ``"always"`` all, ``"except_last"`` all except the last, ``"never"`` none. In evaluation mode none
-            is recomputed. The first run also makes a graph, so that modules may ask for gradients in it; the graph is
-            released when the run ends, unless the forward has changed something that cannot be put back for a second
-            run.
+            is recomputed. The first run also builds an autograd graph, so that modules can compute gradients inside it;
+            the graph is released when the run ends, unless the forward has changed something that cannot be restored
+            for a second run.
         deferred_batch_norm: whether to replace the model's batch norms by ones whose running statistics follow
             mini-batches.
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are. Inputs in
             page-locked memory must not change before their GPU has read them, as with ``Tensor.to(non_blocking=True)``.
 
-    Every worker has a persistent thread (the first uses the caller's own), which runs in the caller's state: grad
-    mode, autocast, inference mode, context variables, profiler. A stage's layers run for one micro-batch after the
-    other. Stages that share a layer whose forwards write to it run in the model's order, one micro-batch after
-    the other. Values between layers are tensors, nested structures of them, or anything; an object of a class that is
-    not registered with ``torch.utils._pytree`` must not hold tensors that need gradients.
+    Every worker has a persistent thread (the first worker uses the caller's thread). All threads run in the caller's
+    state: grad mode, autocast, inference mode, context variables, profiler. A stage runs one micro-batch at a time. If
+    stages share a layer that writes to its own state in its forward, they run in the model's order, one micro-batch
+    after the other. Values between layers may be tensors, nested structures of them, or any other objects; an object
+    of a class that is not registered with ``torch.utils._pytree`` must not contain tensors that need gradients.
 
-    A recomputed forward runs with the state of the first run, as far as modules hold it; the page
-    docs/concepts/determinism.md says which state that is, and which stages and pipes may share layers that they change.
+    A recomputed forward sees the state that the modules had in the first run; the page docs/concepts/determinism.md
+    says which state is restored, and which stages and pipes may share layers that they change.
 
     Raises:
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
-        RuntimeError: from calls and steps: another pipe ran at the same time, and one of the two wrote to state that
-            they share.
+        RuntimeError: raised by calls and steps: another pipe ran at the same time, and one of the two wrote to state
+            that they share.
 
     Warns:
-        UserWarning: forwards change an object that cannot be put back, so their stage keeps its graphs (in its first
-            such step). Or a batch norm, or an ``MoE`` with a capacity, sees micro-batches in place of the mini-batch
-            (the first such layer, in the first call or step with several micro-batches of each mode).
+        UserWarning: a stage's forward changes an object that cannot be restored, so the stage keeps its graphs (given
+            in its first such step). Or a batch norm, or an ``MoE`` with a capacity, gets micro-batches instead of the
+            mini-batch (given for the first such layer, once in training and once in evaluation mode, in the first call
+            or step with several micro-batches).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
@@ -161,8 +162,8 @@ class Pipe(nn.Module):
             module: the model.
             example_args: example arguments for one micro-batch.
             example_kwargs: example keyword arguments.
-            split_policy: puts boundaries into the captured graph, and returns it; None: it is cut where the model's
-                code calls :func:`pymoe.pipe_split`.
+            split_policy: a function that adds boundaries to the captured graph and returns the graph; None: the model
+                is cut where its code calls :func:`pymoe.pipe_split`.
             options: ``split_spec``, ``chunks``, ``checkpoint``, ``devices``, ``multi_use_param_spec``,
                 ``output_loss_value_spec``, ``dynamic_shapes`` and ``opaque`` of :func:`pymoe.pipeline`.
 
@@ -190,11 +191,12 @@ class Pipe(nn.Module):
 
             pipe = Pipe.from_stages([encoder, middle, decoder], takes=[[Source(INPUT, 0)], [0], [1, Source(0, 1)]])
 
-        The name of a parameter is the number of its stage and its name in the stage.
+        A parameter's name is the index of its stage, followed by its name in the stage: ``0.weight``.
 
         Args:
-            stages: the modules, in an order in which they can run. A list is read once. Stages may be replaced later in
-                an ``nn.ModuleList``, or through the pipe (``setattr(pipe, "1", module)``): the pipe runs the new ones.
+            stages: the modules, in an order in which they can run. Later changes of a list have no effect. Stages may
+                be replaced later in an ``nn.ModuleList``, or through the pipe (``setattr(pipe, "1", module)``): the
+                pipe runs the new ones.
             takes: the positional arguments of every stage: ``n`` for what stage n returns, ``Source(n, k)`` for item k
                 of it, ``Source(INPUT, k)`` for argument k of the pipe. None: every stage takes what the stage before it
                 returns, and the first takes the pipe's only argument.
@@ -222,7 +224,8 @@ class Pipe(nn.Module):
         self._has_stepped = False
         self._modes_seen: set[bool] = set()
         module = staged.module
-        # The model's own dictionaries, so that all its names are found, and so are parts that replace others later.
+        # Share the model's own dictionaries, so that the pipe has all its names, and sees modules that are replaced
+        # later.
         for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[kind] = module.__dict__[kind]
         self.training = module.training
@@ -234,10 +237,11 @@ class Pipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output, from which ``loss.backward()`` can start.
 
-        All micro-batches go forward now, and backward when autograd asks for it. Their outputs are concatenated along
-        dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of forward-mode differentiation,
-        stages run one after the other. Hooks of an ``nn.Sequential`` (``register_forward_hook`` and others) are called
-        as by the model's own call, with whole mini-batches. Hooks of layers are called with micro-batches.
+        The forwards of all micro-batches run now, and their backwards when autograd requests them. The micro-batches'
+        outputs are concatenated along dimension 0. Inside ``torch.func`` transforms, and for tensors with tangents of
+        forward-mode differentiation, stages run one after the other. Hooks of an ``nn.Sequential``
+        (``register_forward_hook`` and others) are called with whole mini-batches, as in the model's own call. Hooks of
+        layers are called with micro-batches.
 
         Args:
             args: the model's arguments (one for an ``nn.Sequential``): tensors and nested structures. Tensors have the
@@ -245,8 +249,9 @@ class Pipe(nn.Module):
             kwargs: the model's keyword arguments.
 
         Raises:
-            TypeError: the model does not take these arguments, or it has been given its own ``forward`` meanwhile.
-            RuntimeError: layers of the model were appended, inserted or deleted, or replaced only in a stage.
+            TypeError: the model does not take these arguments, or its ``forward`` has been replaced.
+            RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage but not in the
+                model.
             ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be concatenated; the
                 model's own loss is not a mean over rows.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
@@ -273,31 +278,32 @@ class Pipe(nn.Module):
         reduction: Reduction = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run forward, loss and backward in the pipeline; adds gradients to ``.grad`` as ``loss.backward()`` would.
+        """Run forward, loss and backward in the pipeline; add gradients to ``.grad`` as ``loss.backward()`` would.
 
-        Micro-batches are weighted by their rows, so uneven ones give the gradients of the whole mini-batch, too.
-        Gradients accumulate over steps until they are zeroed. Hooks of parameters are called once per step, with the
-        sum. If anything fails, no gradient is added. Without gradients (``torch.no_grad``) only losses are computed. A
-        pipe warns once, in its first step, if nothing in this step can run at the same time.
+        Micro-batches are weighted by their numbers of rows, so micro-batches of different sizes also give the gradients
+        of the whole mini-batch. Gradients accumulate over steps until they are zeroed. Hooks of parameters are called
+        once per step, with the sum. If anything fails, no gradient is added. Under ``torch.no_grad`` only losses are
+        computed. The first step of a pipe warns if no two of its stages can run at the same time.
 
         Args:
             inputs: the model's arguments; tensors have the rows of the mini-batch in dimension 0.
             target: cut like the inputs; None: ``loss_fn`` takes only the output.
             loss_fn: ``loss_fn(output, target)`` of a micro-batch, a tensor with one element. It runs after the last
-                stage, once for each micro-batch in their order, and is never recomputed, so it may have a state; its
+                stage, once for each micro-batch in their order, and is never recomputed, so it may be stateful; its
                 parameters get gradients, too. None: the model's own loss, or its output, is minimised.
             schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"zero-bubble"``, any other registered name,
                 or a :class:`pymoe.pipe.schedules.Schedule` of as many stages and micro-batches.
                 Torch's spellings ("GPipe", "1F1B", "Interleaved1F1B") are accepted.
             chunks: the number of micro-batches of this step; None: the pipe's own.
             reduction: ``"mean"``: losses are means over rows. ``"sum"``: they are sums. A function of a micro-batch's
-                target: it returns the number (or tensor with one element) that the loss of the micro-batch is divided
-                by, for example the number of tokens that are not padding (``lambda target: (target != -100).sum()``).
-                Without a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
-                weight: ``loss_fn`` is not called, and its loss is 0. For torch's own losses, given as they are or by
-                ``functools.partial``, the step knows all this: sums, ``ignore_index``, class weights. The graph of any
-                other loss is checked before gradients are added: each term of a mean over rows must depend on one row
-                only. The page docs/tutorials/pipeline_sequential.md lists what is checked and what is not.
+                target: it returns the number (or tensor with one element) by which ``loss_fn`` divides its sum, for
+                example the number of tokens that are not padding (``lambda target: (target != -100).sum()``). Without
+                a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
+                weight: ``loss_fn`` is not called for it, and its loss is 0. For torch's own losses, bare or in a
+                ``functools.partial``, the step takes sums, ``ignore_index`` and class weights into account by itself.
+                The graph of any other loss is checked before gradients are added: each term of a mean over rows must
+                depend on one row only. The page docs/tutorials/pipeline_sequential.md lists what is checked and what
+                is not.
             kwargs: the model's keyword arguments.
 
         Returns:
@@ -305,8 +311,8 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: the model does not take these arguments.
-            ValueError: an argument is out of range, tensors have different numbers of rows, or losses are seen not to
-                be means over rows and ``reduction`` is "mean".
+            ValueError: an argument is out of range, tensors have different numbers of rows, or ``reduction`` is "mean"
+                and the check finds losses that are not means over rows.
             RuntimeError: the loss does not require gradients.
             NotImplementedError: tensors have tangents of forward-mode differentiation, which a step does not propagate.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
@@ -354,12 +360,12 @@ class Pipe(nn.Module):
         See :func:`pymoe.pipe.distributed.build_stage`.
 
         Args:
-            index: the number of the stage (``stage_index`` is accepted, too).
-            device: where it runs; its modules are moved there.
+            index: the index of the stage, from 0 (``stage_index`` is accepted, too).
+            device: where the stage runs; its modules are moved there.
             group: the processes that share the stages; None: the default group.
 
         Raises:
-            ValueError: ``index`` is not the number of a stage.
+            ValueError: there is no stage ``index``.
         """
         from pymoe.pipe.distributed import build_stage
 
@@ -372,12 +378,14 @@ class Pipe(nn.Module):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Return the kind of the backward hooks, as ``nn.Module`` records it, of the model if the hooks are its own."""
+        """Return what ``nn.Module`` stores under this name: whether backward hooks are full, or None without hooks. It
+        is the model's value if the pipe has the model's hooks, else the pipe's own.
+        """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, is_full: bool | None) -> None:
-        if is_full is not None:  # None while a module is being made
+        if is_full is not None:  # nn.Module.__init__ sets None
             self._owner_of_hooks().__dict__["_is_full_backward_hook"] = is_full
 
     def _owner_of_hooks(self) -> nn.Module:
@@ -391,14 +399,14 @@ class Pipe(nn.Module):
 
     @also_called(stage_idx="stage", stage_index="stage")
     def get_stage_module(self, stage: int) -> nn.Module:
-        """Return the module of a stage: the part of the model that it uses, under the model's names.
+        """Return the module of a stage: the part of the model that the stage uses, with the model's names.
 
-        It can be compiled in place, ``get_stage_module(0).compile()``. The module of a captured stage takes the values
-        of ``info().stages[0].takes`` by position and returns a list, also for one value. It is not an
-        ``fx.GraphModule``, because it has a graph for every capture.
+        It can be compiled in place: ``get_stage_module(0).compile()``. The module of captured stage n takes the values
+        of ``info().stages[n].takes`` as positional arguments and returns a list, even of a single value. It is not an
+        ``fx.GraphModule``, because it has a separate graph for every capture.
 
         Args:
-            stage: its number, from 0 up.
+            stage: the index of the stage, from 0.
 
         Raises:
             ValueError: the stage is out of range.
@@ -421,14 +429,14 @@ class Pipe(nn.Module):
 
     @property
     def loss_spec(self) -> Any:
-        """Return the place of the loss in the output: ``output_loss_value_spec`` of a captured model, else None."""
+        """Return where the loss is in the output: ``output_loss_value_spec`` of a captured model, else None."""
         return self.staged.loss_spec
 
     @property
     def replicated_params(self) -> list[dict[int, str]]:
-        """Return, for every parameter that several stages share, its name in each stage, by the stage's number.
+        """Return, for every parameter that several stages share, its name in each of them, by stage index.
 
-        PiPPy's names of stages are accepted, too: ``replicated_params[0]["submod_0"]``.
+        PiPPy's names of stages are accepted as keys, too: ``replicated_params[0]["submod_0"]``.
         """
         return list(map(ByStage, shared_parameters(self.staged.present_parts())))
 
@@ -460,7 +468,7 @@ class Pipe(nn.Module):
 
     @property
     def devices(self) -> tuple[torch.device | None, ...]:
-        """Return the devices of the stages; None: they stay where the model was."""
+        """Return the device of every stage; None for a stage that stays where the model was."""
         return self.staged.devices
 
     def __repr__(self) -> str:
@@ -469,7 +477,7 @@ class Pipe(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()}{where}, parameters={parameters:,})"
 
     def extra_repr(self) -> str:
-        """Return chunks, checkpointing and stages."""
+        """Return chunks, checkpoint mode and stages as text."""
         return f"chunks={self.chunks}, checkpoint={self.checkpoint!r}, {self.staged.extra_repr()}"
 
     def train(self, mode: bool = True) -> Pipe:
@@ -525,36 +533,37 @@ def pipeline(
 
     The model is cut where its code calls :func:`pymoe.pipe_split` (or the function of that name in
     ``torch.distributed.pipelining``), and where ``split_spec`` or ``split_policy`` say. Without a boundary there is one
-    stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model stays as it is, and
-    still shares its parameters and buffers with the pipe.
+    stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model is not changed, and
+    shares its parameters and buffers with the pipe.
 
-    The model's Python code runs when the model is captured, not when the pipe runs. What the code reads is watched, so
-    that a change leads to another capture at the next call; modules with effects of their own are called as they are,
-    uncut; what a graph cannot do is refused. The page docs/tutorials/pipeline_any_model.md lists what is watched,
-    called as it is, refused, or fixed at capture.
+    The model's Python code runs when the model is captured, not when the pipe runs. What the code reads is watched: if
+    it has changed, the next call captures the model again. Modules with side effects are called uncut. Code that a
+    graph cannot represent is refused. The page docs/tutorials/pipeline_any_model.md lists what is watched, called
+    uncut, refused, or fixed at capture.
 
     Args:
         module: any model that can be captured by ``torch.export``.
         mb_args: example arguments for one micro-batch; sizes of at least 2 in every dimension that is to stay dynamic.
         mb_kwargs: example keyword arguments. Values that are not tensors, here and in ``mb_args``, are constants of the
-            pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) is a ValueError. Give it as a tensor,
-            or make a pipe for each value.
+            pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) raises ValueError. Pass such a value as
+            a tensor, or make a pipe for each value.
         split_spec: by qualified name of a submodule, whether a stage begins or ends there.
-        split_policy: puts boundaries into the captured graph (``torch.fx.GraphModule``), and returns it:
-            :func:`pymoe.pipe.split_into_equal_parameters`, a similar function, or one of your own, which calls
-            :func:`pymoe.pipe.mark_boundary` or inserts calls of ``pipe_split``.
-        chunks: the number of micro-batches into which a mini-batch is cut, as of :class:`pymoe.Pipe`.
+        split_policy: a function that adds boundaries to the captured graph (a ``torch.fx.GraphModule``) and returns the
+            graph, such as :func:`pymoe.pipe.split_into_equal_parameters`. Your own can call
+            :func:`pymoe.pipe.mark_boundary` or insert calls of ``pipe_split``.
+        chunks: the number of micro-batches into which a mini-batch is cut, as in :class:`pymoe.Pipe`.
         checkpoint: the micro-batches that are run again for their backward, ``"always"``, ``"except_last"`` or
-            ``"never"``, as of :class:`pymoe.Pipe`.
-        devices: a device for every stage. None: they stay where they are.
-        multi_use_param_spec: how several stages get one parameter: a :class:`MultiUseParameterConfig`, or a dict of
-            them by qualified name. None: it is replicated on one device, and transmitted between devices.
-        output_loss_value_spec: where in the output the loss is, which ``step()`` then minimises: a structure like the
-            output, with True at the loss and False elsewhere; for a dictionary the one key is enough, ``{"loss":
-            True}``. The loss is a mean over rows, or ``step(reduction=...)`` says what it is.
-        dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default every one that the model's
-            code does not fix.
-        opaque: modules, by type or qualified name, that are called as they are, uncut.
+            ``"never"``, as in :class:`pymoe.Pipe`.
+        devices: a device for every stage. None: stages stay where they are.
+        multi_use_param_spec: how stages that use the same parameter get it: a :class:`MultiUseParameterConfig`, or a
+            dict of them by the parameter's qualified name. None: it is replicated on one device, and transmitted
+            between devices.
+        output_loss_value_spec: where the loss is in the output: a structure like the output, with True at the loss and
+            False elsewhere; for a dictionary, the loss's key is enough: ``{"loss": True}``. ``step()`` then minimises
+            this loss. It must be a mean over rows, unless ``step(reduction=...)`` says otherwise.
+        dynamic_shapes: which dimensions are dynamic, as for ``torch.export.export``; by default every one that the
+            model's code does not fix.
+        opaque: modules, by type or qualified name, that are called uncut.
 
     Raises:
         CaptureError: the model cannot be captured; the message names the line of its code.
@@ -562,9 +571,9 @@ def pipeline(
         ValueError: an argument does not fit the model.
 
     Warns:
-        UserWarning: ``split_spec`` or ``split_policy`` leave one stage; what :func:`pymoe.pipe.annotate_split_points`
-            has returned for the model was dropped; a module is called in one piece because it changes its attributes;
-            the model is captured again and again.
+        UserWarning: there is only one stage in spite of ``split_spec`` or ``split_policy``; the model was given to
+            :func:`pymoe.pipe.annotate_split_points`, whose result was dropped; a module is called uncut because it
+            changes its attributes; the model is captured again and again.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -609,11 +618,11 @@ def pipeline(
 
 
 def warn_of_micro_batches(model: nn.Module) -> None:
-    """Give a UserWarning, at the line of the user's code, for the first layer that mixes the rows of a call and has no
-    other rows than those of a micro-batch.
+    """Give a UserWarning, at the line of the user's code, for the first layer in which the results for a row depend on
+    the other rows of its micro-batch.
     """
     for name, layer in model.named_modules():
-        # A DeferredBatchNorm was asked for. Others may take running statistics, not those of the rows that they get.
+        # The user chose a DeferredBatchNorm. In evaluation mode a batch norm uses its running statistics, if any.
         is_plain = isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
         if is_plain and (layer.training or layer.running_mean is None):
             does = "normalises each micro-batch by itself"
@@ -633,8 +642,8 @@ def warn_of_micro_batches(model: nn.Module) -> None:
 
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
-    """Give a UserWarning, at the line of the user's code that calls the step, if no stages can run at the same time, or
-    if the step does not call the hooks of ``model`` itself (None: it calls them).
+    """Give a UserWarning, at the line of the user's code that calls the step, if no two stages can run at the same
+    time, and one if ``model`` itself has hooks, which a step does not call (None: no hooks to check).
 
     ``rows_are_few``: there are fewer rows than the requested micro-batches.
     """

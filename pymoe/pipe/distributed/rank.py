@@ -92,7 +92,7 @@ class RankPlan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """Return, for every stage, the stages that send to it; without inputs, an empty message comes from stage 0."""
+        """Return, for every stage, the stages that send to it. Stage 0 sends an empty message to one without inputs."""
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
@@ -114,7 +114,9 @@ class RankPlan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return the values that every stage of this rank sends, by receiving rank. Gradients answer each message."""
+        """Return the values that every stage of this rank sends, by receiving rank. Each message is answered by
+        one with their gradients.
+        """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
             stage: {rank: values[stage] for rank, values in received.items() if stage in values}
@@ -169,7 +171,10 @@ Shared = dict[int, str]
 
 
 class Tied:
-    """The gradients of shared parameters that one rank sends and receives. ``parts``: the stages' modules."""
+    """The parameters that one rank shares with others, by the messages in which their gradients and values are sent.
+
+    ``parts``: the module of every stage.
+    """
 
     def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
         self.sent: dict[tuple[int, int], list[Shared]] = {}
@@ -206,14 +211,14 @@ class Tied:
         self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
 
     def holds(self) -> bool:
-        """Return whether stages still share the same parameters; they may have been replaced, tied or untied."""
+        """Return whether stages still share the same parameters: users may replace, tie or untie parameters."""
         if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
             return True
         self._look()
         return list(shared_parameters(self._parts)) == self._shared
 
     def of(self, stage: int, shared: Shared) -> nn.Parameter:
-        """Return the present parameter of ``stage`` for ``shared``."""
+        """Return the parameter that ``stage`` now has under its name in ``shared``."""
         return self._parts[stage].get_parameter(shared[stage])
 
     def own(self, shared: Shared) -> nn.Parameter:
@@ -225,7 +230,7 @@ class Tied:
 
 
 class SharedSource(random_streams.RandomSource):
-    """Makes streams of random numbers from a base that all ranks share."""
+    """Makes streams of random numbers from a base that is the same on all ranks."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -234,25 +239,28 @@ class SharedSource(random_streams.RandomSource):
         """True if any stage is known to have drawn random numbers."""
 
     def seed(self, position: int) -> int:
-        """Return the seed of the stream at ``position``."""
+        """Return the seed of the stream at ``position``; set :attr:`has_drawn`."""
         self.has_drawn = True
         return super().seed(position)
 
 
 class RankStep(Step):
-    """The forwards and backwards of one rank's stages for one mini-batch, in an order in which they can run."""
+    """Runs the forwards and backwards of one rank's stages for one mini-batch, in the order of the calls."""
 
     def __init__(
         self, planned: _Planned, transport: Transport, number: int, count: int, graphs: bool, recomputed: range
     ) -> None:
-        """Begin step ``number``, which is the same on all ranks. The other arguments are those of :class:`Step`."""
+        """Begin step ``number``, which is the same on all ranks.
+
+        ``count``, ``graphs`` and ``recomputed`` are arguments of :class:`Step`.
+        """
         self.plan, self.tied, self.transport, self.number = planned.plan, planned.tied, transport, number
         super().__init__(self.plan.pipeline, self.plan.uses, count, graphs, planned.recompute, recomputed)
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
-        # Leaves and summed gradients by stage, once its backwards have run.
+        # By stage, its leaves and the sums of their gradients, once its backwards have run.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.replicated: list[DistributedDataParallel] = []  # modules of stages, wrapped by the user
-        self.inputs: dict[int, StepInputs] = {}
+        self.inputs: dict[int, StepInputs] = {}  # of the model, by micro-batch
         self.rows: dict[int, int] = {}
         self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
         self.forwards = 0
@@ -289,9 +297,9 @@ class RankStep(Step):
         return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
 
     def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
-        """Run a stage's backward, from the ``loss`` of the micro-batch in the last stage.
+        """Run a stage's backward. Only the last stage uses ``loss``, the micro-batch's loss, to begin with.
 
-        ``whole``: including the gradients of weights; otherwise :meth:`backward_weight` computes them later.
+        ``whole``: also compute the gradients of weights; if False, :meth:`backward_weight` computes them later.
         """
         plan = self.plan
         if stage == len(plan.rank_of) - 1:
@@ -335,7 +343,9 @@ class RankStep(Step):
         self.keep(micro_batch, [Source(INPUT, number) for number in range(len(values))], values)
 
     def _outputs(self, micro_batch: int) -> list[Any]:
-        """Return the model's outputs, from which the schedule computes the loss; their autograd history begins here."""
+        """Return the model's outputs, from which the schedule computes the loss. Their autograd history begins here:
+        the loss's graph ends at them.
+        """
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
         values = [self._values[micro_batch][source] for source in pipeline.outputs]
@@ -351,7 +361,7 @@ class RankStep(Step):
         graph = self._output_graphs.pop(micro_batch)
         graph.close()
         if not self.rows[micro_batch]:
-            return  # a mean over no rows is NaN, and has no weight
+            return  # without rows the loss is NaN or 0, and has no weight
         if loss.grad_fn is None:
             raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
         if self.count > 1 and (reading := read_loss(loss, {graph.entry})) is not None:
@@ -367,12 +377,14 @@ class RankStep(Step):
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        """Begin to send a message of this step, with the base of random numbers and whether any stage has drawn."""
+        """Begin to send a message of this step. Its notes: the rows of the micro-batch, the base of random numbers, and
+        whether any stage is known to have drawn.
+        """
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        """Wait for a message of this step; note its base of random numbers, and whether a stage has drawn."""
+        """Wait for a message of this step and return it. Record its base of random numbers and whether a stage drew."""
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
         if self.random is None:
@@ -381,9 +393,10 @@ class RankStep(Step):
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return, by memory of a value of ``stage`` and by rank, the last stage on the rank that takes this memory.
+        """Return {memory: {rank: stage}}: for the memory of each tensor that ``stage`` has made, and for every rank,
+        the last stage on that rank that takes a tensor in this memory.
 
-        Also set ``taken_until`` of the stage's values: the last stage on another rank that takes the same memory.
+        Also set ``taken_until`` of these tensors: the last stage on another rank that takes the same memory.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -413,7 +426,9 @@ class RankStep(Step):
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may change while it is sent: what stages here still use, and module state."""
+        """Return the memory that may change while it is sent: that of values still used on this rank, and of the
+        stage's parameters and buffers.
+        """
         kept, left = self._values[micro_batch], self._uses_left
         taken = [kept[source] for source in sources if left.get((micro_batch, source), self._uses[source]) > 1]
         tensors = [boundary.tensor for boundary in boundaries_of(taken)]
@@ -491,10 +506,10 @@ class Rank:
         self.step = None
 
     def open(self, rank_of: Sequence[int], count: int, graphs: bool, is_certain: bool) -> RankStep:
-        """Begin the forwards of a step of ``count`` micro-batches; with ``graphs``, backwards will follow.
+        """Begin a step of ``count`` micro-batches, and return it. ``graphs``: backwards will follow the forwards.
 
-        ``rank_of``: the rank of every stage. ``is_certain``: whether ``count`` is known and not guessed from several
-        schedules.
+        ``rank_of``: the rank of every stage. ``is_certain``: False if ``count`` is a guess, because several schedules
+        use these stages.
         """
         random_streams.install()
         self.failure_detector.begin()
@@ -518,14 +533,14 @@ class Rank:
         return self.step
 
     def reduce(self, stage: int, is_mean: bool, module: nn.Module) -> None:
-        """Sum the gradients of a stage whose backwards have run. When all stages of this rank are summed, add the sums
-        to ``.grad``.
+        """Sum the gradients of a stage whose backwards have run. After the last stage of this rank, add the sums of all
+        its stages to ``.grad``, and finish the step.
 
         ``is_mean``: whether the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: the
-        stage's module; a ``DistributedDataParallel`` around it averages the gradients that are added.
+        stage's module; if it is a ``DistributedDataParallel``, that averages the gradients that are added.
 
         Raises:
-            ValueError: ``is_mean`` is set, and losses are not means over rows, as their graphs show.
+            ValueError: ``is_mean`` is set, but the losses' graphs show that they are not means over rows.
         """
         step = self.step
         assert step is not None
@@ -610,7 +625,7 @@ class Rank:
             )
 
     def _make_copies_equal(self, tied: Tied) -> None:
-        """Copy shared parameters from the rank of their first stage to the others."""
+        """Copy shared parameters from the rank of the first stage that uses them to the other ranks."""
         key = Key(self._steps, Subject.COPY, 0, 0)
         for rank, shared in tied.copied_to.items():
             self.transport.send(rank, key, *describe_tensors([tied.own(one).detach() for one in shared]))
@@ -636,7 +651,10 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return this process's :class:`Rank` for a pipe and a group; all stages that are built from them share it."""
+    """Return this process's :class:`Rank` for a pipe and a group, shared by all stages that are built for these two.
+
+    ``device``: used by the first call for them.
+    """
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:
         ranks[group] = Rank(pipe.staged, pipe.checkpoint, group, device)

@@ -2,10 +2,10 @@
 
 A thread of every rank writes heartbeats into the store of the process group, reads the other ranks' heartbeats, and
 checks there whether a rank has failed. On the same host, failures are noticed immediately: the pidfd of a process
-becomes readable when the process ends, and shared memory tells where its rank was then. On another host the end of a
-process is noticed when a connection to it breaks or it has been silent for ``patience``. A rank that notices a failure
-reports it to the store, where the first report counts. The thread of every rank then aborts its rank's waits, and the
-step raises ``RankError`` with the cause.
+becomes readable when the process ends, and shared memory tells what its rank was doing then. The end of a process on
+another host is noticed when a connection to it breaks, or when it has been silent for ``patience`` seconds. A rank that
+notices a failure reports it to the store, where only the first report counts. The thread of every rank then aborts its
+rank's waits, and the step raises ``RankError`` with the cause.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RankError(RuntimeError):
         stage: the stage that the rank was running; None: no stage, or unknown.
         micro_batch: the micro-batch that the rank was running; None: no stage, or unknown.
         phase: "forward", "backward", "loss", or another word of the rank's; None: unknown.
-        error: what it raised, with its traceback; empty if its process has ended.
+        error: the error that the rank raised, with its traceback, as text; empty if the rank raised none.
     """
 
     def __init__(self, what: str, rank: int | None = None, at: Position | None = None, error: str = "") -> None:
@@ -87,10 +87,10 @@ class Heartbeat:
 
 
 def new_page() -> int:
-    """Return a file descriptor of memory that others can read even after this process was killed; -1: there is none.
+    """Return a file descriptor of memory that others can read when this process is killed; -1 without such memory.
 
-    Heartbeats in the store give a rank's position a few times a second. This memory gives the present one, and a write
-    takes microseconds.
+    Heartbeats in the store give a rank's position a few times a second. This memory gives its current position, and a
+    write takes microseconds.
     """
     with contextlib.suppress(OSError, AttributeError):
         file = os.memfd_create("pymoe")
@@ -100,14 +100,14 @@ def new_page() -> int:
 
 
 class Peer:
-    """The state of another rank, as far as this rank knows it since the first heartbeat."""
+    """The state of another rank, as seen by this rank. It is made at the other rank's first heartbeat."""
 
     def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
         self.rank = rank
         self.silent_s = 0.0
         """Seconds without a heartbeat from the peer, counted only while this rank's own thread was running."""
         self.has_ended = False
-        """True if the peer's process had ended when it was last looked at."""
+        """True if the peer's process had ended when this was last checked."""
         self.pidfd: int | None = None
         self._heartbeat = heartbeat
         self._page: mmap.mmap | None = None
@@ -124,12 +124,12 @@ class Peer:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the system reports the end of the peer's process: silence is then no failure."""
+        """Return whether the system reports the end of the peer's process; its silence is then no failure."""
         return self.pidfd is not None or self.has_ended
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Return the peer's heartbeat: on this host its present or final one, otherwise the latest received."""
+        """Return the peer's heartbeat: its current or final state if it is on this host, else the latest one read."""
         if self._page is not None:
             with contextlib.suppress(Exception):  # an incomplete record raises
                 steps, *at = pickle.loads(self._page[:])
@@ -137,7 +137,7 @@ class Peer:
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Read the newest heartbeat from the store, unless from the peer's memory; False: the store is lost."""
+        """Read the newest heartbeat from the store, unless the peer shares memory. Return False if that failed."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -147,7 +147,7 @@ class Peer:
         return True
 
     def failure(self, patience: float) -> RankError | None:
-        """Return an error if the peer's process has ended, or was silent for over ``patience`` seconds; else None."""
+        """Return an error if the peer has ended or, unwatched, was silent for over ``patience`` seconds; else None."""
         if self.has_ended:
             what = f"the process of {self}, has ended"
         elif not self.is_watched and self.silent_s > patience:
@@ -165,17 +165,18 @@ class Peer:
 PATIENCE_S = 30.0  # silence after which a rank on another host counts as failed
 SUSPICION_S = 3.0  # the same if a connection to the rank has broken
 GRACE_S = 3.0  # time limit for the others' first heartbeats, and for the others to read a report of a failure
-STORE_TIMEOUT_S = 30.0  # time limit of a call of the store
+STORE_TIMEOUT_S = 30.0  # time limit of one call to the store
 LEAVE_S = 60.0  # a finished rank waits this long for the others to end their steps
 
 
 class FailureDetector:
     """The failure detector of one rank; :func:`watching` makes it.
 
-    All ranks of the group make the same steps. A step that fails on any rank fails on every rank: with its own error on
-    the rank that raised, with :class:`RankError` on the others. All later steps fail, too. Stages report their position
-    and their errors. Errors outside of stages, in a loss function or in loading data, are reported when they end the
-    process or, in programs that continue after an error, when they leave a ``with`` block of the detector::
+    All ranks of the group run the same steps. A step that fails on any rank fails on every rank: with the original
+    error on the rank that raised it, with :class:`RankError` on the others. All later steps fail, too. Stages report
+    their position and their errors. Errors outside of stages, such as in a loss function or in loading data, are
+    reported when they end the process or, in programs that continue after an error, when they leave a ``with`` block of
+    the detector::
 
         with watching(group):
             schedule.step(...)
@@ -183,7 +184,7 @@ class FailureDetector:
 
     def __init__(self, group: dist.ProcessGroup, patience: float) -> None:
         self._groups = {group}
-        """Groups in which waits are aborted when a rank fails."""
+        """The groups in which waits are aborted when a rank fails."""
         self._rank, self._ranks = group.rank(), group.size()
         self._patience = patience
         self._store = GroupStore(group, "pymoe.pipe", STORE_TIMEOUT_S)
@@ -207,11 +208,13 @@ class FailureDetector:
         self._groups.update(groups)
 
     def first(self, key: str, record: object) -> Any:
-        """Write ``record`` under ``key`` unless a rank has. Return the first record; None: the store is lost."""
+        """Write ``record`` under ``key`` unless a rank already has. Return the first record, or None if the store is
+        lost.
+        """
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
-        """Begin a step, if none has begun. Raise RankError if a rank has failed before."""
+        """Begin a step, if none has begun. Raise RankError if a rank has failed. The first step starts the thread."""
         self._check()
         if self._ranks == 1:
             return
@@ -228,26 +231,26 @@ class FailureDetector:
         self._check()
 
     def end(self) -> None:
-        """End a step that succeeded here. Raise RankError if another rank has failed meanwhile."""
+        """End a step that succeeded on this rank. Raise RankError if another rank has failed meanwhile."""
         self._in_step = False
         self._check()
         self._show(None, steps=1)
         self._write()  # if the store is lost, the next step reports why
 
     def fail(self, error: BaseException) -> RankError | None:
-        """Report that a step is about to fail here with ``error``.
+        """Report that a step is about to fail on this rank with ``error``.
 
-        Return the error to raise in its place if another rank had failed before; None: ``error`` is the first.
+        Return the error to raise in its place if another rank had failed before; else None: raise ``error`` itself.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
             self._in_step = False
-            return None  # it has been reported
+            return None  # the failure has been reported
         at = self._heartbeat.at
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
         if is_about_connections(error):
-            # This error most likely follows from another rank's failure, which the thread finds a moment later.
+            # Another rank's failure has most likely caused this error; the thread will notice that failure soon.
             self._patience = min(self._patience, SUSPICION_S)
             self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
             if self._failure is None:
@@ -264,7 +267,7 @@ class FailureDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
-            if self._in_step:  # otherwise the block has ended the step
+            if self._in_step:  # False if the block has already ended the step
                 self.end()
         elif (other := self.fail(error)) is not None and isinstance(error, Exception):
             raise other from error
@@ -275,7 +278,7 @@ class FailureDetector:
         self._excepthook(kind, error, tb)
 
     def _leave(self) -> None:
-        """At the end of this process, wait until the others are done, too, because the store may end with it."""
+        """Wait until the other ranks are done, because the store may end with this process; then stop the thread."""
         if not self._in_step:
             self._wait_until(self._others_are_done, LEAVE_S if self._failure is None else GRACE_S)
         self._is_leaving = True
@@ -294,14 +297,20 @@ class FailureDetector:
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Return whether all ranks have sent a heartbeat. A process that ends before its first goes unnoticed."""
+        """Look for first heartbeats, and return whether all ranks have sent theirs.
+
+        A process that ends before its first heartbeat goes unnoticed.
+        """
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
                 self._peers.append(Peer(rank, heartbeat))
         return len(self._peers) == self._ranks - 1
 
     def _others_are_done(self) -> bool:
-        """Return whether every other rank has made as many steps as this one, or knows of the failure, or has ended."""
+        """Return whether every other rank has finished as many steps as this one, knows of the failure, or has ended.
+
+        A rank that can no longer be heard because the store is lost counts as done.
+        """
         failed = None if self._failure is None else self._failure.rank
         late = [peer for peer in self._peers if peer.rank != failed and peer.heartbeat.steps < self._heartbeat.steps]
         return not any([peer.hear(self._store) and not peer.has_ended for peer in late])
@@ -312,7 +321,7 @@ class FailureDetector:
             self._sleep(0.02)
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep, but wake when the process of a peer ends."""
+        """Sleep for ``seconds``, or until the process of a peer ends; set ``has_ended`` of such a peer."""
         running: dict[Any, Peer] = {
             peer.pidfd: peer for peer in self._peers if peer.pidfd is not None and not peer.has_ended
         }
@@ -331,14 +340,14 @@ class FailureDetector:
 
     def _look(self) -> None:
         if self._know_all() and not self._in_step and all(peer.is_watched for peer in self._peers):
-            return  # no heartbeats until the next step
+            return  # between steps nobody needs heartbeats
         self._write()
         for peer in self._peers:
             peer.hear(self._store)
         failure = self._store.read("failure")
         if failure is None and self._in_step:
             if self._store.lost is None:
-                # A rank that has made one more step and then ended has not failed.
+                # A rank that ended after finishing the present step has not failed.
                 late = [peer for peer in self._peers if peer.heartbeat.steps <= self._heartbeat.steps]
                 failure = next(filter(None, (peer.failure(self._patience) for peer in late)), None)
             else:
@@ -347,8 +356,8 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Return the error for a lost store. The process that holds the store has ended too early, because a rank that
-        ends normally first waits until the others have ended their steps.
+        """Return the error for a lost store. It is a failure, because a rank that ends normally first waits until the
+        others have ended their steps. A peer whose process has ended is reported as its cause.
         """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)
@@ -362,7 +371,7 @@ class FailureDetector:
             self._store.write(f"rank {self._rank}", self._heartbeat)
 
     def _report(self, failure: RankError) -> RankError:
-        """Report a failure to the store. Return the first failure that any rank has reported; only that one counts."""
+        """Report a failure to the store. Return the first failure reported by any rank; only that one counts."""
         first: RankError = self._store.write_first("failure", failure)
         self._failure = first = self._failure or first
         self._show(self._heartbeat.at, steps=math.inf)
@@ -374,11 +383,15 @@ _detectors: dict[dist.ProcessGroup, FailureDetector] = {}
 
 
 def watching(group: dist.ProcessGroup | None = None, *, patience: float = PATIENCE_S) -> FailureDetector:
-    """Return this process's failure detector for a group; None: for all processes. There is one for each group.
+    """Return this process's failure detector for a group. The first call for a group makes it.
 
     Args:
-        group: the ranks of a pipeline.
-        patience: seconds of silence after which a rank on another host has failed.
+        group: the ranks of a pipeline; None: the default group.
+        patience: seconds of silence after which a rank on another host counts as failed. Only the first call for a
+            group uses it.
+
+    Raises:
+        ValueError: ``torch.distributed.init_process_group`` has not been called, and ``group`` is None.
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:

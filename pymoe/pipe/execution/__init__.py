@@ -1,1 +1,1 @@
-"""Runs a pipeline: threads, plans, and one micro-batch in one stage, in both passes."""
+"""Runs a pipeline: plans of actions, the threads that run them, and the passes of one micro-batch through one stage."""

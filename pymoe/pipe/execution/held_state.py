@@ -1,10 +1,10 @@
 """Detects which state forwards write, and controls writes to layers shared by stages of a pipe or by several pipes.
 
-Every forward is compared, since one may begin to write at any time: Python values by identity; tensors by version
-counter and address, and in host memory also by fingerprints, because many writes bypass the counter. Small tensors that
-are not parameters are always copied. State that cannot be put back (:mod:`pymoe.pipe.execution.held_values` says what
-is found) is compared, but never changed: a stage that changes it keeps its graphs. The page
-docs/concepts/determinism.md lists what is put back, which writes are missed, and what stages and pipes may share.
+State is compared before and after every forward, since any forward may begin to write: Python values by identity;
+tensors by version counter and address, and in host memory also by fingerprints, because many writes bypass the counter.
+Small tensors that are not parameters are always copied. State that cannot be restored is compared, too; a stage whose
+forward changes it keeps its graphs. :mod:`pymoe.pipe.execution.held_values` says what state is found. The page
+docs/concepts/determinism.md lists what is restored, which writes are missed, and what stages and pipes may share.
 Writes by other threads count as the forward's own.
 """
 
@@ -29,11 +29,11 @@ from pymoe.pipe.execution.graph import without_history
 from pymoe.pipe.execution.held_values import PLAIN, Cell, HeldLayout
 
 _FRESH = 1 << 24
-"""Added to a tensor's version while it holds earlier contents, so that graphs made then are invalid afterwards."""
+"""Added to a tensor's version while it has earlier contents, so that graphs made meanwhile are invalid afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Last characters of the names of buffers that batch norms write unnoticed by autograd. Autograd nodes save these
-buffers but do not read them, so a graph stays right if their contents change.
+"""Ends of the names of buffers that batch norms write without bumping the version counter. Autograd nodes save these
+buffers but do not read them, so a graph stays valid if their contents change.
 """
 
 _NOT_THE_SAME = (
@@ -48,7 +48,7 @@ _CHANGED_SINCE = (
 
 
 class HeldSnapshot:
-    """The contents, sizes and stamps of a layout at one moment."""
+    """The sizes, values, contents of cells, and stamps (version counters and addresses) of a layout at one moment."""
 
     def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
@@ -58,16 +58,16 @@ class HeldSnapshot:
         self.stamps = layout.stamps()
 
     def written(self, now: Sequence[int] | None = None) -> list[int]:
-        """Return the numbers of the tensors whose stamps differ from ``now``, by default the present stamps."""
+        """Return the indices of the tensors whose stamps differ from those in ``now``; None: from the present ones."""
         return self.layout.written(self.stamps, self.layout.stamps() if now is None else now)
 
     def changed_cells(self) -> list[tuple[Cell, Any]]:
-        """Return the cells that have changed since the snapshot, with their contents at that time."""
+        """Return the cells that have changed since the snapshot, with their contents in the snapshot."""
         both = zip(self.layout.cells, self.contents, strict=True)
         return [(cell, contents) for cell, contents in both if not _same(cell.contents(), contents)]
 
     def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
-        """Return whether nothing except parameters has changed between the two snapshots."""
+        """Return whether only parameters differ between the two snapshots, if anything. Return False for None."""
         if other is None or self.values is not other.values:
             return False
         return all([isinstance(self.layout.tensors[number], nn.Parameter) for number in self.written(other.stamps)])
@@ -79,16 +79,16 @@ class Seen(NamedTuple):
     state: HeldSnapshot
     """The state before the forward, without the graphs of tensors that had a history."""
     moment: int
-    """The number of the reading that took the fingerprints."""
+    """The number of the reading in which the fingerprints were taken."""
     fingerprints: Sequence[int]
     """Fingerprints of the memory that the layout watches."""
     copies: dict[int, torch.Tensor]
-    """Copies of tensors, by their number in the layout."""
+    """Copies of tensors, by index in the layout."""
     generators: Sequence[Any]
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the numbers of watched tensors whose memory has changed since, as far as it was read."""
+        """Return the indices of the watched tensors whose fingerprints have changed since."""
         layout = self.state.layout
         now = layout.fingerprints(self.moment)
         if now == self.fingerprints:
@@ -98,17 +98,19 @@ class Seen(NamedTuple):
 
 
 class HeldState:
-    """Compares the contents of some modules before and after the forwards of one stage."""
+    """Compares the state of some modules, containers and tensors before and after forwards."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
         """Begin at ``roots``: modules, containers and tensors, with names for messages.
 
-        ``moment``: the number before the first reading of fingerprints.
+        ``moment``: the first reading of fingerprints gets the next number.
         """
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None
         self.written: set[int] = set()
-        """Identities of the tensors that forwards have written to; these are copied regardless of size."""
+        """Identities of tensors that forwards have written to and that were not copied. Copied from now on, whatever
+        their size.
+        """
         self.fixed: set[str] = set()
         """Names of state that forwards change and that cannot be restored. If there is any, no forward is
         recomputed.
@@ -116,7 +118,7 @@ class HeldState:
         self._moment = moment
 
     def look(self) -> HeldSnapshot:
-        """Return the present state: the same object as long as nothing has changed."""
+        """Return the present state: the same object as in the last call unless something has changed."""
         state = self._state
         if state is not None:
             layout = state.layout
@@ -138,14 +140,16 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return the state before the next forward; None if the forward cannot be recomputed in any case."""
+        """Return the state before the next forward, or None if the forward cannot be recomputed whatever it does."""
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return the present state. ``to_compare``: only for :meth:`changes`; copies no tensors on devices."""
+        """Return the present state. ``to_compare``: it is only used for :meth:`changes`, so tensors on devices are not
+        copied.
+        """
         state = self.look()
         layout = state.layout
         numbers: Iterable[int] = layout.small
@@ -159,7 +163,7 @@ class HeldState:
         return Seen(state, moment, layout.fingerprints(moment), copies, generators)
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of state changed since ``seen``, except what only a wait for a device would show."""
+        """Return the names of state changed since ``seen``, except changes that only a wait for a device would show."""
         state, layout = seen.state, seen.state.layout
         names = [] if self.look() is state else [_place(cell, old) for cell, old in state.changed_cells()]
         unseen = seen.rewritten() | _differing(seen)
@@ -167,7 +171,10 @@ class HeldState:
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return the part of ``seen`` that the forward's recomputation needs; None: it cannot be restored."""
+        """Return the part of ``seen`` that the forward's recomputation needs, or None if the state cannot be restored.
+
+        Also record what the forward has written, so that later forwards copy it or keep their graphs.
+        """
         if seen is None:
             return None
         state, rewritten = seen.state, seen.rewritten()
@@ -184,7 +191,7 @@ class HeldState:
                 self.written.add(layout.identity(number))
                 can_be_put_back = False
             elif not _alike(tensor, copy):
-                can_be_put_back = False  # the tensor may have another shape now
+                can_be_put_back = False  # the forward has changed its shape, dtype or device
         if not can_be_put_back:
             return None
         contents = [_exchanged(one, _without_history) for one in state.contents]
@@ -196,7 +203,7 @@ class HeldState:
         return seen._replace(state=kept)
 
     def exchanged(self, seen: Seen) -> set[Any]:
-        """Return the keys of tensors and generators, and ids of containers, that a recomputation would put back."""
+        """Return the keys of tensors and generators, and ids of containers, that a recomputation would restore."""
         state, layout = seen.state, seen.state.layout
         values = [*(layout.tensors[number] for number in {*state.written()} | _differing(seen)), *_drawn(seen)]
         return {*map(layout.key, values), *(id(cell.place) for cell, _ in state.changed_cells())}
@@ -215,13 +222,13 @@ class HeldState:
 
 
 class PutBack:
-    """The context of a recomputation: the state is that of the first run, and is restored afterwards.
+    """Puts back the state of the first run for a recomputation, and restores the present state afterwards.
 
-    A class, because a generator would be slower.
+    A class, because a context manager made from a generator would be slower.
 
     Raises:
-        RuntimeError: state that was not copied has begun to change; or the recomputation has written to state that the
-            first run has not written to.
+        RuntimeError: state that was not copied has changed since the first run; or the recomputation has written to
+            state to which the first run did not write.
     """
 
     __slots__ = ("_copies", "_generators", "_held", "_now", "_seen", "_stamps", "_state")
@@ -230,15 +237,15 @@ class PutBack:
         self._held = held
         self._seen = seen
         self._now: dict[int, Any] = {}  # contents of cells that differ from ``seen``, by ``id(cell.place)``
-        self._copies: dict[int, torch.Tensor] = {}  # of present tensors, by their number in the layout
+        self._copies: dict[int, torch.Tensor] = {}  # of tensors' present contents, by index in the layout
         self._generators: list[Any] = []
         self._state: HeldSnapshot | None = None  # the present state, if nothing has to be put back
 
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         before, layout, state = seen.state, seen.state.layout, held.look()
-        # Tensors that a later run was found to write may have been written in the first run, too, unnoticed by its
-        # fingerprints. They are lost if the first run did not copy them.
+        # If a later forward was found to write to a tensor, the first run may also have written to it, unnoticed by its
+        # fingerprints. The tensor's contents are lost if the first run did not copy them.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
@@ -250,8 +257,8 @@ class PutBack:
         stamps = self._stamps = layout.stamps()
         written = before.written(stamps)
         lost += [number for number in written if number not in seen.copies]
-        # An object that cannot be put back is an error if forwards of this stage change it. Otherwise other code has
-        # changed it.
+        # A changed object that cannot be restored is an error if forwards of this stage change it. Otherwise other code
+        # has changed it, and the recomputation sees it as it is.
         fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
         names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
         changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
@@ -264,7 +271,7 @@ class PutBack:
         for cell, contents in changed:
             cell.put(_exchanged(contents, lambda x: without_history(x.tensor) if type(x) is _Past else x))
         for number, copy in seen.copies.items():
-            layout.tensors[number].data.copy_(copy)  # autograd must not count this as a change: versions are set below
+            layout.tensors[number].data.copy_(copy)  # .data does not bump the version; versions are set below
         for number in written:
             unsafe_set_version_counter((layout.tensors[number],), (stamps[number] + _FRESH,))
 
@@ -292,7 +299,7 @@ class PutBack:
         stamps, copies, before = self._stamps, self._copies, self._seen.state
         layout = before.layout
         lost = []
-        stale = []  # graphs made in between may have saved these, so their versions must change
+        stale = []  # graphs made during the recomputation may have saved these, so their versions must change
         for cell, contents in zip(layout.cells, before.contents, strict=True):
             wanted = self._now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -319,7 +326,7 @@ class PutBack:
 
 
 def _differ_plainly(state: HeldSnapshot) -> bool:
-    """Return whether only numbers, strings and the like have changed, so that there are no new objects to walk."""
+    """Return whether only numbers, strings and the like have changed, so that no new objects have to be searched."""
     layout = state.layout
     try:
         now = list(layout.values())
@@ -360,7 +367,7 @@ def _without_history(value: Any) -> Any:
 
 
 def _exchanged(contents: Any, exchange: Any) -> Any:
-    """Return the contents of a cell with values exchanged; the same object if no value differs."""
+    """Return the contents of a cell with ``exchange`` applied to each value; the same object if no value changes."""
     if isinstance(contents, int):
         return contents
     if isinstance(contents, dict):
@@ -376,14 +383,14 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differing(seen: Seen) -> set[int]:
-    """Return the numbers of the copied tensors in host memory whose contents differ now."""
+    """Return the indices of the tensors in host memory whose contents differ from their copies in ``seen``."""
     tensors = seen.state.layout.tensors
     here = [(n, tensors[n], copy) for n, copy in seen.copies.items() if tensors[n].is_cpu]
     return {n for n, tensor, copy in here if not (_alike(tensor, copy) and torch.equal(tensor, copy))}
 
 
 def _drawn(seen: Seen) -> list[Any]:
-    """Return the random number generators that are in another state now."""
+    """Return the random number generators whose state differs from that in ``seen``."""
     both = zip(seen.state.layout.generators, seen.generators, strict=True)
     pairs = [(one, one.get_state(), state) for one, state in both]
     return [one for one, a, b in pairs if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)]
@@ -391,21 +398,21 @@ def _drawn(seen: Seen) -> list[Any]:
 
 # Shared layers.
 #
-# State that forwards write has to be written and read by one stage after the other, and by one micro-batch after the
-# other. So the first of the stages that share it starts a micro-batch only after the last of them has finished the
-# previous one, if the schedule allows that (``ActionPlan``); otherwise no forward may write. Stages whose forwards have
-# written nothing in the last step take no turns as long as their shared state, except parameters, has not changed
-# since; if a stage writes nevertheless, the step fails.
+# If forwards write to shared state, stages must use it one after the other, in one micro-batch after the other. So the
+# first of the stages that share it starts a micro-batch only after the last of them has finished the previous one, if
+# the schedule allows that (``ActionPlan``); if not, no forward may write. Stages whose forwards have written nothing in
+# the last step take no turns as long as their shared state, except parameters, has not changed since. If such a stage
+# writes nevertheless, the step fails.
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
-"""Buffers of batch norms and observers, which kernels write to without changing the version counter."""
+"""Names of buffers of batch norms and observers. Kernels write to such layers' buffers without bumping the version."""
 
 
 def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) -> list[Turns | None]:
     """Return, for each stage, the :class:`Turns` that orders its forwards; None for a stage that shares no state.
 
-    Stages that share state, directly or through other stages, get the same object. ``layouts``: what the modules of
-    each stage hold. ``known``: turns from earlier calls, to be used again where the same stages share the same state.
+    Stages that share state, directly or through other stages, get the same object. ``layouts``: the state of each
+    stage's modules. ``known``: turns from earlier calls, which are reused where the same stages share the same state.
     """
     users: dict[Any, list[int]] = {}
     for number, layout in enumerate(layouts):
@@ -438,31 +445,32 @@ class Turns:
         """Begin with ``roots``: modules, containers and tensors, with their names."""
         self.stages = tuple(stages)
         self.lock = StageLock()
-        """A lock that forwards that may write and recomputations hold, so that no other stage runs while state is
-        restored.
+        """Taken by recomputations, by forwards that may be recomputed later, and by forwards that may write: none of
+        them runs while a recomputation has replaced the state.
         """
         self.is_ordered = False
-        """True if the running schedule keeps the order. The engine sets this."""
+        """True if the running plan makes the stages take turns. The engine sets this."""
         self._roots = roots
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # Auxiliary losses are changed and restored. No other stage may run in between, even in a schedule that keeps
-        # the order.
+        # A forward changes the scale of auxiliary losses and restores it. No other stage may run in between, even if
+        # forwards are in order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
         self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
 
     def is_like(self, other: Turns) -> bool:
-        """Return whether ``other`` is for the same stages, and these share the same state."""
+        """Return whether ``other`` is for the same stages and the same shared state."""
         pairs = zip(self._roots, other._roots, strict=False)
         same = len(self._roots) == len(other._roots) and all([one is another for (_, one), (_, another) in pairs])
         return same and self.stages == other.stages
 
     def begin_step(self, code: Sequence[Any]) -> bool:
-        """Begin a step with forwards; return whether they have to run in order.
+        """Begin a step that runs forwards. Return whether they have to run in order, because they may write.
 
-        ``code``: the stages' functions and modes; if they differ from the last step's, nothing is known about writes.
+        ``code``: the stages' functions and modes. If it differs from the last step's, earlier findings about writes are
+        dropped.
         """
         state = self._held.look()
         if code != self._code:
@@ -478,7 +486,7 @@ class Turns:
         """Run a forward of one of the stages in the block.
 
         Raises:
-            RuntimeError: the forward has written to shared state out of turn.
+            RuntimeError: the forward has written to shared state, but the stages do not take turns in this step.
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
             before = self._held.seen(to_compare=True)
@@ -508,7 +516,7 @@ class Turns:
 
 
 def _only_reads(root: Any) -> bool:
-    """Return whether forwards are assumed, until they are seen to write, to only read ``root``."""
+    """Return whether to assume that forwards only read ``root``, until one is found to write to it."""
     if isinstance(root, nn.Module):
         return type(root).__module__.startswith("torch.nn.modules") and not any(
             buffer is not None for buffer in root._buffers.values()
@@ -517,14 +525,14 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers whose device buffers are assumed to be written: comparing them would wait for the device."""
+    """Return the layers assumed to write to their device buffers: comparing the buffers would wait for the device."""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
 
 
 class StageLock:
-    """A reentrant lock; a copied pipe has a lock of its own."""
+    """A reentrant lock that can be copied: the copy is a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -539,28 +547,28 @@ class StageLock:
         return StageLock, ()
 
 
-# While steps of several pipes run at the same time, no forward may write to what they share. So the second step
-# compares the shared state at its own beginning and at the end of the first step; if it has changed, or was restored in
-# between, both steps fail. The steps of a pipe inside a stage belong to the outer step.
+# While steps of several pipes run at the same time, no forward may write to state that they share. So this state is
+# compared at the beginning of the later step and when the first of them ends. If it has changed, or if a recomputation
+# has put back other contents meanwhile, both steps fail. The steps of a pipe inside a stage belong to the outer step.
 
 _lock = threading.RLock()
 _running: list[RunningStep] = []
 _overlaps: list[_Overlap] = []
-_moments = itertools.count(2, 2)  # seen() takes the next number, which is not a power of two, so it only reads samples
+_moments = itertools.count(2, 2)  # seen() takes the next number: odd and above 1, so it reads samples only
 
 
 class RunningStep:
-    """A running step, or a part of one."""
+    """A step that is running, or one pass of a call or of its backward."""
 
     def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
-        """Begin a step of the pipe whose threads belong to ``owner``."""
+        """Begin a step. ``stages``: the state of every stage. ``owner``: the pipe's threads."""
         self.stages = stages
         self.owner = owner
         self.conflict: str | None = None
-        """The name of the state over which this step conflicts with another; None without a conflict."""
+        """The name of state that this step shares with another step and that was written; None without a conflict."""
 
     def shareable(self) -> dict[Any, tuple[str, Any]]:
-        """Return the state that other steps may share."""
+        """Return the state that other steps may share: (name, object) by key."""
         found: dict[Any, tuple[str, Any]] = {}
         for held in self.stages:
             found.update(held.look().layout.shareable)
@@ -588,7 +596,7 @@ class _Overlap:
         self._names.update((id(cell.place), cell.name) for cell in layout.cells)
 
     def end(self) -> None:
-        """Compare the shared state when one of the steps has ended. If it has changed, both steps fail."""
+        """Compare the shared state when one of the steps has ended. Make both fail if the state has changed."""
         if names := self._held.changes(self._seen):
             self.fail(names[0])
 
@@ -604,9 +612,9 @@ class _Overlap:
 
 @contextmanager
 def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[object]) -> Iterator[RunningStep]:
-    """Run a step in the block; call :meth:`RunningStep.refuse_conflict` after it.
+    """Register a step that runs in the block. The caller calls :meth:`RunningStep.refuse_conflict` after the block.
 
-    ``around``: the owners of steps that this one is a part of.
+    ``around``: the owners of the outer steps that contain this step.
     """
     step = RunningStep(stages, owner)
     with _lock:
@@ -618,7 +626,7 @@ def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[ob
         yield step
     finally:
         with _lock:
-            if step in _running:  # a forked child has forgotten it
+            if step in _running:  # False in a child that was forked in the block
                 _running.remove(step)
             mine = [one for one in _overlaps if step in one.steps]
             _overlaps[:] = [one for one in _overlaps if one not in mine]
@@ -637,8 +645,8 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Record which state a recomputation restores, for steps of other pipes. Called before and after the recomputation,
-    because at both times the present state differs from the one to restore.
+    """Make overlapping steps of two pipes fail if they share state that a recomputation exchanges. Called before and
+    after the recomputation, because at both times the present state differs from the first run's.
     """
     if _overlaps:
         exchanged = held.exchanged(seen)
@@ -648,7 +656,7 @@ def note_put_back(held: HeldState, seen: Any) -> None:
 
 
 def _forget() -> None:
-    """Forget the steps in the child of a fork: their threads are the parent's, and one of them may hold the lock."""
+    """Forget all steps in a forked child: their threads exist only in the parent, and one may have held the lock."""
     global _lock
     _lock = threading.RLock()
     _running.clear()

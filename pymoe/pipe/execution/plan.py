@@ -1,5 +1,5 @@
-"""Runs the passes through a pipe's stages: plans of schedules, runs of plans, the threads that perform the actions, and
-the engine, which keeps plans, threads and other state between mini-batches.
+"""Runs forward and backward passes through a pipe's stages: plans of schedules, runs of plans, the threads that perform
+the actions, and the engine, which keeps plans, threads and other state between mini-batches.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from pymoe.pipe.schedules import run as in_order
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source
 
 INLINE_LIMIT_S = 500e-6
-"""Actions that take less time than this are best run inline, on the caller's thread."""
+"""Actions shorter than this are best run inline, on the caller's thread."""
 LONG_ACTIONS = 3
 LONG_ACTIONS_S = 5 * INLINE_LIMIT_S
-"""An inline run starts the workers after this many longer actions with this many seconds in total, because other
-processes may have delayed a single action.
+"""An inline run starts the workers once at least LONG_ACTIONS of its actions took over INLINE_LIMIT_S each, and over
+LONG_ACTIONS_S in total. One long action is not enough, because another process may have delayed it.
 """
 ALWAYS_THREADS = False
 """Set by tests of threads: use all workers even if actions are short."""
@@ -77,30 +77,31 @@ class ActionPlan:
     def __init__(
         self, schedule: Schedule, kinds: frozenset[Kind] = frozenset(Kind), in_turns: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Plan the actions of these kinds, which wait for no action of another kind.
+        """Plan the schedule's actions of these kinds; dependencies on actions of other kinds are ignored.
 
         Raise ScheduleError if the schedule is invalid or would deadlock.
 
-        ``in_turns``: stages whose forwards must run in the order of the model, one micro-batch after the other.
+        ``in_turns``: groups of stages. The forwards of a group should run in the order of the model, one micro-batch
+        after the other.
         """
         self.schedule = schedule
         self.workers = schedule.workers
         self.policy = InlinePolicy()
         self.orders = [[action for action in order if action.kind in kinds] for order in schedule.orders]
         self.keeps: set[tuple[int, ...]] = set()
-        """The entries of ``in_turns`` whose order this plan keeps. The others would deadlock the workers."""
+        """The groups of ``in_turns`` whose order this plan keeps. Keeping that of the others would cause a deadlock."""
         after: dict[Action, tuple[Action, ...]] = {}
         for stages in in_turns:
             wanted = dict(after)
             for number in range(1, schedule.micro_batches):
                 first = Action(stages[0], number, Kind.FORWARD)
-                # Between these two actions, each stage waits for the one before it.
+                # The stages in between need no further dependencies: each waits for the stage before it.
                 wanted[first] = (*wanted.get(first, ()), Action(stages[-1], number - 1, Kind.FORWARD))
             with suppress(ScheduleError):
                 deque(in_order(schedule, wanted), 0)
                 after = wanted
                 self.keeps.add(tuple(stages))
-        self.in_order: list[Action] = []  # an order for one thread
+        self.in_order: list[Action] = []  # the actions, in an order in which one thread can run them
         self.awaited: dict[Action, list[Action]] = {}
         """The actions of other workers that an action waits for."""
         self.waiting: dict[Action, list[Action]] = {}
@@ -118,9 +119,9 @@ class InlinePolicy:
     """Decides from earlier runs whether a run of a plan starts all threads at its beginning.
 
     If actions spend much of their time in Python, threads lose more time waiting for the interpreter's lock than they
-    save: a stage of two linear layers of width 64 takes longer on two threads than on one. So the first run begins
-    inline. (Maps of :mod:`pymoe.parallel` decide for each call instead, in native code that may wake a worker in the
-    middle of a run. Their calls do not wait for each other, so there is no plan whose runs could be compared.)
+    save: stages of two linear layers of width 64 take longer on two threads than on one. So the first run begins
+    inline. (Maps of :mod:`pymoe.parallel` decide during each run instead, in native code that may wake a worker in the
+    middle. Their calls do not wait for each other, so there is no plan whose runs could be compared.)
     """
 
     def __init__(self) -> None:
@@ -138,17 +139,17 @@ class InlinePolicy:
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
         """Record the duration of a run on threads, and the durations of its actions, in seconds."""
         # Threads are worthwhile if many actions are long. But on threads, short actions seem long if they wait for each
-        # other, so the run must also be faster than the last inline run. That may have had smaller batches, so its time
-        # is doubled after every run on threads.
+        # other, so the run must also be faster than the last inline run. The inline run may have had smaller batches,
+        # so its time is doubled after every run on threads.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
 
 
 def calls_threads(long: list[float], duration: float) -> bool:
-    """Return whether a run that has begun inline starts the other threads now, after one more action of this duration.
+    """Return whether a run that began inline should start the other threads now, after one more action of ``duration``.
 
-    ``long``: the times of its longer actions so far; this one is added if it is long.
+    ``long``: the durations of the run's long actions so far. ``duration`` is appended if it is long, too.
     """
     if duration <= INLINE_LIMIT_S:
         return False
@@ -167,8 +168,8 @@ _PASSES = {
 
 
 WAIT_SLICE_S = 0.05
-"""Waits are divided into slices of this length, because a signal that comes just before a wait, or to another thread,
-does not end the wait: it is handled after the slice.
+"""Waits are divided into slices of this length. A signal that comes just before a wait, or to another thread, does not
+end the wait; so it is handled after the slice.
 """
 
 
@@ -188,7 +189,7 @@ class PlanRun:
         self._state = state
         self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
         self._process = os.getpid()
-        # With several threads: a queue for each action, which gets an item when an action of another worker has ended.
+        # By action that waits for other workers: a queue that gets an item when an action that it waits for has ended.
         self._gates: dict[Action, SimpleQueue[None]] = {}
         self._stopped: SimpleQueue[None] = SimpleQueue()  # gets an item when no further action may start
         self._stop: Callable[[], object] | None = None
@@ -208,10 +209,10 @@ class PlanRun:
         return self._error is not None or len(self._timed) == len(plan.in_order)
 
     def begin_threads(self) -> Callable[[], object]:
-        """Continue with the threads of all workers, each of which performs its :meth:`actions_of`.
+        """Prepare to continue on the threads of all workers, each of which performs its :meth:`actions_of`.
 
-        Returns a function that stops them: no further action starts, and no thread keeps waiting. It may be called any
-        number of times, and Ctrl-C cannot interrupt it, because nothing in it is Python.
+        Return a function that stops them: no further action starts, and no thread keeps waiting. It may be called any
+        number of times, and Ctrl-C cannot interrupt it, because it runs no Python code.
         """
         self._gates = {action: SimpleQueue() for action in self._plan.awaited}
         # The iterator is shared: a second call of `stop` continues where the first was interrupted.
@@ -224,7 +225,7 @@ class PlanRun:
         """Yield the remaining actions of a worker, each as soon as it can start.
 
         Raises:
-            RuntimeError: the process is a fork of the one that began the run.
+            RuntimeError: this process was forked from the one that began the run.
         """
         plan, gates, stopped = self._plan, self._gates, self._stopped
         for action in plan.orders[worker]:
@@ -242,9 +243,10 @@ class PlanRun:
                 gates[waiting].put(None)
 
     def perform_actions(self, actions: Iterable[Action], long: list[float] | None = None) -> None:
-        """Perform actions on this thread, in this order. Raises nothing; an error ends the run.
+        """Perform actions on this thread, in this order. Raise nothing: an error ends the run, and is kept.
 
-        ``long``: collects the times of long actions; stop when they call for threads. None: do not stop.
+        ``long``: a list that collects the durations of long actions; stop when :func:`calls_threads` says so. None: do
+        not stop.
         """
         perform, timed = self._perform, self._timed
         assert perform is not None
@@ -274,7 +276,7 @@ class PlanRun:
             context.count_threads(-1)
 
     def fail(self, error: BaseException, action: Action | None) -> None:
-        """Stop the run; of several errors, the first is raised."""
+        """Stop the run because of an error. :meth:`outcome` raises the first one, with notes about the others."""
         with self._failing:
             if self._error is None:
                 self._error = error
@@ -287,7 +289,7 @@ class PlanRun:
             self._stop()
 
     def outcome(self) -> list[TimedAction]:
-        """Return when each action started and ended, in any order, after the end of the run.
+        """Return when each action started and ended, in any order. Called once, after the end of the run.
 
         Raises:
             BaseException: the first exception of an action, with a note that names stage and micro-batch.
@@ -306,7 +308,7 @@ class PlanRun:
             del error
 
     def _in_range(self, action: Action) -> None:
-        """Perform an action in a named range, which profiles show."""
+        """Perform an action in a named range that profiles show."""
         with torch.autograd.profiler.record_function(f"pymoe.pipe: {action}"):
             self._state.perform(action)
 
@@ -330,9 +332,9 @@ inside = _Inside()
 class Workers:
     """Keeps a persistent thread for every worker except the first, whose actions the calling thread performs.
 
-    They run in the state of the thread that calls :meth:`run`: grad mode, autocast, context variables, profiler and so
-    on. Threads start when they are first needed and end with this object. A forked child starts new threads. A copy has
-    its own threads.
+    The threads run in the state of the thread that calls :meth:`run`: grad mode, autocast, context variables, profiler
+    and so on. They start when they are first needed, and end with this object. A forked child starts new threads. A
+    copy of the object has its own threads.
     """
 
     def __init__(self) -> None:
@@ -344,7 +346,8 @@ class Workers:
         return Workers, ()
 
     def prepare(self) -> None:
-        """Prepare for a run that the calling thread is about to begin; it must hold :attr:`lock` meanwhile.
+        """Prepare for a run that the calling thread is about to begin. The thread must take :attr:`lock` after this
+        call, and keep it during the run.
 
         Raises:
             RuntimeError: an action of a run has started another run.
@@ -360,8 +363,8 @@ class Workers:
     def run(self, run: PlanRun, workers: int) -> None:
         """Perform the rest of a run: worker 0 on this thread, the others on theirs, in this thread's state.
 
-        Errors are kept by the run. After an error no further action starts, and this call waits for the running ones.
-        Ctrl-C has the same effect, but a second Ctrl-C does not wait.
+        Errors of actions are not raised but kept by ``run``. After an error no further action starts, and this call
+        waits until those that are running have ended. Ctrl-C has the same effect; a second Ctrl-C ends the wait.
         """
         while len(self._pools) < workers - 1:
             renew_engine()
@@ -377,11 +380,11 @@ class Workers:
             run.perform_actions(run.actions_of(0))
             _wait_for(ended)
         except BaseException:
-            # Workers raise nothing, so this is Ctrl-C between two lines, or a thread that could not start. First stop
-            # the other workers' waits for this one: a native call, so no second Ctrl-C can precede it.
+            # Workers raise nothing, so this is Ctrl-C between two lines, or a thread that could not start. First end
+            # the other workers' waits for this one, by a native call that a second Ctrl-C cannot interrupt.
             stop()
-            # Ctrl-C may have come after a worker was started and before that was noted. Every pool has one thread, so a
-            # task that is submitted now ends after that worker.
+            # Ctrl-C may have come after a worker was started and before its future was in `ended`. Every pool has one
+            # thread, so a task that is submitted now ends after that worker.
             _wait_for([pool.submit(int) for pool in self._pools[: workers - 1]])
             raise
 
@@ -434,10 +437,11 @@ class Engine:
         objective: Objective,
         weights: LossWeights,
     ) -> torch.Tensor:
-        """Run forward, loss and backward of all micro-batches, interleaved; add gradients if nothing fails.
+        """Run forward, loss and backward of all micro-batches, interleaved. If nothing fails, add the gradients to
+        ``.grad``. Return (micro-batches,): the losses.
 
-        The last value in ``micro_batches`` is the target, if there is one. ``recomputed``: the micro-batches whose
-        forward is recomputed. ``weights``: the weights of their losses. Returns (micro-batches,): the losses.
+        The last of every micro-batch's values is its target, if there is one. ``recomputed``: the micro-batches whose
+        forward is recomputed. ``weights``: the weights of all micro-batches' losses.
         """
         arguments = pipeline, objective, weights.uncounted, weights.are_rows
         known, ended = self._with_loss  # most steps have the same arguments as the previous one
@@ -462,10 +466,11 @@ class Engine:
     def forward(
         self, pipeline: Pipeline, micro_batches: MicroBatches, recomputed: range, own_loss: int | None = None
     ) -> list[list[Any]]:
-        """Return for every micro-batch the pipeline's output values, with the pipeline as their autograd history.
+        """Run all forwards. Return every micro-batch's output values; their autograd history runs the pipeline's
+        backwards.
 
-        ``own_loss``: the index of the output that is a loss. Raises ValueError if its graph shows that it is not a mean
-        over rows.
+        ``own_loss``: the index of the output that is a loss. Raises ValueError if its autograd graph shows that the
+        loss is not a mean over rows.
         """
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
         is_read = own_loss is not None and len(micro_batches.rows) > 1
@@ -498,7 +503,9 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """Return the function with which autograd turns gradients of outputs into those of inputs and ``leaves``."""
+        """Return the function from which autograd gets the gradients of the inputs and ``leaves``, given those of the
+        outputs.
+        """
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
 
         def backward(grads: Grads, keep: bool) -> Grads:
@@ -525,7 +532,7 @@ class Engine:
         recomputed: range,
         loss_weights: Sequence[float] | None,
     ) -> StepState:
-        """Return the state of a mini-batch that goes through ``pipeline``."""
+        """Return a new state for a mini-batch that is to go through ``pipeline``."""
         random_streams.install()
         states = []
         for stage in pipeline.stages:
@@ -562,7 +569,7 @@ class Engine:
         step.refuse_conflict()
 
     def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> ActionPlan:
-        """Return the plan for the next actions. In it, stages that write to shared state take turns."""
+        """Return the plan for the next actions. Stages that may write to shared state take turns in it, if possible."""
         turns: list[Turns] = []
         if Kind.FORWARD in kinds and len(state.recompute) > 1:
             layouts = [stage.held.look().layout for stage in state.recompute]
@@ -572,7 +579,7 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            # The same code may write to other state in another mode, and so may another captured graph.
+            # In another mode, the same code may write to other state. So may another captured graph.
             functions = [stage.function for stage in state.pipeline.stages]
             code = [*functions, *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
@@ -589,7 +596,9 @@ class Engine:
         return plan
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-        """Return the schedule with this name, or the given schedule. Raise ValueError if it does not fit."""
+        """Return the schedule with this name, or the given schedule. Raise ValueError if there is no such name, or the
+        schedule is for other numbers of stages and micro-batches.
+        """
         if isinstance(schedule, str):
             return _built(schedule, stages, micro_batches)
         if (schedule.stages, schedule.micro_batches) != (stages, micro_batches):
@@ -627,7 +636,7 @@ _built = lru_cache(REMEMBERED)(build)
 
 
 def _tied(crossed: Sequence[BoundaryTensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Return the indices of the outputs that share memory with another output, an input or a leaf."""
+    """Return the indices of the outputs that share memory with another output or an input, or with a leaf."""
     places = [memory_of(boundary.tensor) for boundary in crossed]
     shared = Counter([*places, *dict.fromkeys(map(memory_of, inputs))])
     return [
@@ -643,12 +652,12 @@ def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
 
 
 def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
-    """Return the gradients of the inputs and of ``leaves``; pass on those of other leaves, as ``backward()`` does."""
+    """Return the gradients of the inputs and of ``leaves``. Add those of other leaves to ``.grad``."""
     found, grads = state.gradients()
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)
     ordered = [by_leaf.pop(id(leaf), None) for leaf in leaves]
-    # Leaves that were only found by recomputing forwards, such as tensors in closures.
+    # Leaves that were found only when forwards were recomputed, such as tensors in closures.
     late = [leaf for leaf in found if id(leaf) in by_leaf]
     accumulate(late, [by_leaf[id(leaf)] for leaf in late])
     return [*inputs, *ordered]

@@ -1,4 +1,4 @@
-"""``python -m pymoe.pipe.schedules``: prints plans as pictures and numbers."""
+"""``python -m pymoe.pipe.schedules``: simulates schedules, and prints them as pictures and numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pymoe.pipe.schedules.record import Record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the requested plans. Return the exit status: 0, or 2 for a wrong call."""
+    """Print the requested schedules. Return the exit status: 0, or 2 after an error."""
     chosen = parser().parse_args(arguments)
     try:
         records = [plan(name, chosen) for name in chosen.name or names()]
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser of the command line."""
     top = CommandLine(
         prog="python -m pymoe.pipe.schedules",
         description="Simulate pipeline schedules: what every worker does when, bubbles, and live activations.",
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the simulated schedule ``name``; if all are requested, without options that this one lacks."""
+    """Return the simulated schedule ``name``. If several are requested, ignore options that this one lacks."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

@@ -1,5 +1,5 @@
-"""Records of the start and end of every action, simulated or measured, figures that follow from them, and pictures: as
-text, with one line per worker and time from left to right, and as image files.
+"""Records of when every action starts and ends, simulated or measured; figures computed from them; and pictures of
+them, as text (one line per worker, time from left to right) or image files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Record:
     """The worker of every stage."""
     spans: tuple[tuple[Span, ...], ...]
     unit: str = ""
-    """The unit of times, such as "s". Empty: the unit of the given times."""
+    """The unit of times, such as "s". Empty: the unit of the times given to :func:`simulate`."""
 
     def __repr__(self) -> str:
         actions, time = sum(map(len, self.spans)), f"{self.makespan:.4g} {self.unit}".strip()
@@ -55,7 +55,7 @@ class Record:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return the time that every worker works."""
+        """Return every worker's working time."""
         return tuple(sum(span.duration for span in order) for order in self.spans)
 
     @cached_property
@@ -70,17 +70,17 @@ class Record:
 
     @property
     def ideal(self) -> float:
-        """Return the makespan if no worker ever waited, which is the busiest worker's work. No order is faster."""
+        """Return the working time of the busiest worker. No order of the actions has a shorter makespan."""
         return max(self.busy)
 
     @property
     def speed_up(self) -> float:
-        """Return the factor by which one worker alone would be slower."""
+        """Return how many times as long a single worker would take."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Return the most activations that each worker holds at once, as :func:`live_counts` counts them."""
+        """Return the maximum number of activations that each worker holds at once; see :func:`live_counts`."""
         return tuple(peak_live(span.action for span in order) for order in self.spans)
 
     @cached_property
@@ -92,8 +92,8 @@ class Record:
         )
 
     def peak_memory(self, kept: float = 1.0) -> tuple[float, ...]:
-        """Return, for every worker, the maximum memory that it holds at once, in activations, if the backward of inputs
-        already frees a part and the share ``kept`` (0 to 1) remains for the backward of weights.
+        """Return every worker's peak memory, in units of one activation, if the backward of inputs frees all of an
+        activation except the share ``kept`` (0 to 1), and the backward of weights frees that share.
         """
         peaks = []
         for order in self.spans:
@@ -105,7 +105,7 @@ class Record:
         return tuple(peaks)
 
     def summary(self) -> str:
-        """Return the figures in a few lines of text."""
+        """Return the title, makespan, bubbles and activations as four lines of text."""
         bubbles = "  ".join(f"{share:.1%}" for share in self.bubble)
         return "\n".join(
             [
@@ -118,12 +118,12 @@ class Record:
 
 
 def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], title: str | None = None) -> Record:
-    """Return the record of a run of ``schedule``, from (action, start, end) in any order, by one clock for all workers.
+    """Return the record of a run of ``schedule``.
 
     Args:
-        schedule: what was run. The run may have another order, and may lack actions (because it failed or has not
+        schedule: what was run. The run may have used another order, and may lack actions (because it failed or has not
             ended).
-        triples: actions, and when they started and ended, in seconds.
+        triples: (action, start, end) in any order, with times in seconds on one clock for all workers.
         title: the record's title; None: the schedule's name.
 
     Raises:
@@ -152,10 +152,10 @@ def as_run(schedule: Schedule, triples: Iterable[tuple[Action, float, float]], t
 
 
 def mean_times(record: Record) -> Callable[[Action], float]:
-    """Return the mean duration of every stage and kind in ``record``, for :func:`simulate`.
+    """Return a function that gives an action the mean duration of the actions of its stage and kind in ``record``.
 
-    With the times of a run, the simulation gives the makespan that the run would have without any overhead. Raises
-    KeyError for an action that was never run.
+    With this function and the record of a run, :func:`simulate` gives the makespan that the run would have without any
+    overhead. The function raises KeyError if no action of that stage and kind was run.
     """
     durations = defaultdict(list)
     for order in record.spans:
@@ -197,12 +197,12 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
-    """Compute when every action starts and ends if every worker keeps its order and starts actions as soon as it can.
+    """Return the start and end of every action if every worker keeps its order and starts actions as soon as it can.
 
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
-    weights), or any function of the action. A value from another worker arrives ``communication`` after the end of its
-    action; sending keeps neither worker busy. Raises :class:`ScheduleError` if the schedule is not valid, ValueError
-    for a time below 0.
+    weights), or any function of the action. A value from another worker arrives ``communication`` after the end of the
+    action that makes it; sending occupies neither worker. Raises :class:`ScheduleError` if the schedule is not valid,
+    ValueError for a time below 0.
     """
     times = Times() if times is None else times
     unit = "forwards of a stage" if times == Times() else ""
@@ -265,8 +265,8 @@ def text(record: Record, width: int | None = None) -> str:
     """Return one line for every worker, at most ``width`` characters wide; None: as wide as the labels need, at most
     160.
 
-    An action is drawn as its label, filled up with dashes. If the label does not fit, only its letter is drawn; actions
-    shorter than half a character are invisible. Blanks are bubbles.
+    An action is drawn as its label, padded with dashes. If the label does not fit, only its letter is drawn; actions
+    shorter than a character may be invisible. Blanks are bubbles.
     """
     heads = [f"worker {worker}" for worker in range(record.workers)]
     margin = max(map(len, heads)) + len("  ||")
@@ -293,10 +293,10 @@ def text(record: Record, width: int | None = None) -> str:
 
 
 def png(file: str | Path, *records: Record) -> Path:
-    """Draw the records one above the other on one time scale, for example to compare a plan with a run; return
-    ``file``.
+    """Draw the records one above the other on one time scale, for example a simulation and a run; return the path.
 
-    The suffix of ``file`` selects one of matplotlib's formats. Raises ImportError without matplotlib.
+    The suffix of ``file`` selects one of matplotlib's formats. Raises ImportError without matplotlib, ValueError
+    without records.
     """
     if not records:
         raise ValueError("no record to draw")

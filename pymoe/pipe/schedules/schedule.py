@@ -1,12 +1,12 @@
 """Schedules as data: the actions of every worker in order, the check that they can run, and the schedules by name.
 
-To add one, write one function with a decorator::
+To add a schedule, decorate a function that builds it::
 
     @register("gpipe")
     def gpipe(stages: int, micro_batches: int) -> Schedule: ...
 
-Keywords after ``stages`` and ``micro_batches`` are options of only that schedule (``virtual_stages``, ``live_limit``).
-A user's own schedule is registered when the user imports its module.
+Parameters after ``stages`` and ``micro_batches`` are options of that schedule, such as ``virtual_stages`` and
+``live_limit``. A user's own schedule is registered when its module is imported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import NamedTuple, TypeVar
 class Kind(enum.Enum):
     """The kind of an action; the value is its letter in pictures and messages.
 
-    A backward is one action (``BACKWARD``) or two (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``, for which no other
-    action waits). The letters F, B and W of the zero-bubble paper are F, I and W here: B is the whole.
+    A backward is one action (``BACKWARD``) or two (``BACKWARD_INPUT``, then ``BACKWARD_WEIGHT``). No other action
+    depends on ``BACKWARD_WEIGHT``. The letters F, B and W of the zero-bubble paper are F, I and W here; B is a whole
+    backward.
     """
 
     FORWARD = "F"
@@ -33,7 +34,7 @@ class Kind(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
-    # Members are compared by identity, and the inherited hash of the name takes five times as long.
+    # Members compare by identity. Enum's own hash, that of the member's name, takes five times as long.
     __hash__ = object.__hash__
 
     @property
@@ -43,9 +44,11 @@ class Kind(enum.Enum):
 
 
 class Action(NamedTuple):
-    """One micro-batch in one stage. ``str`` gives stage, letter, micro-batch: ``2F5``; all are counted from 0.
+    """The forward, the backward, or a part of the backward of one micro-batch in one stage.
 
-    If a worker has several (virtual) stages, ``stage`` is still the number of the stage in the model.
+    ``str`` gives stage, letter and micro-batch: ``2F5``. Stages and micro-batches are counted from 0.
+
+    If a worker has several (virtual) stages, ``stage`` is still the index of the stage in the model.
     """
 
     stage: int
@@ -57,7 +60,7 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """An invalid schedule. ``worker``, ``position`` and ``action`` are None if no single one is at fault."""
+    """Says why a schedule is invalid. ``worker``, ``position`` and ``action`` are None if no single one is at fault."""
 
     def __init__(
         self, message: str, *, worker: int | None = None, position: int | None = None, action: Action | None = None
@@ -71,8 +74,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """An immutable table of actions. It is not checked when it is made: :func:`pymoe.pipe.schedules.validate` does
-    that.
+    """An immutable table of actions. Only :func:`pymoe.pipe.schedules.validate` checks it; the constructor does not.
 
     Stages form a chain: the forward of a stage needs the forward of the stage before, and its backward needs the
     backward of the stage after. Skips add no dependencies, because they only go from earlier stages to later ones.
@@ -85,7 +87,7 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     """The actions of every worker, in the order in which it runs them."""
     live_limits: tuple[int, ...] | None = None
-    """The number of activations that every worker may hold at once; None: no promise."""
+    """The number of activations that every worker may hold at once; None: there are no limits."""
 
     @property
     def stages(self) -> int:
@@ -158,8 +160,8 @@ def validate(schedule: Schedule) -> None:
 def run(
     schedule: Schedule, others: Mapping[Action, tuple[Action, ...]] | None = None
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Validate, and meanwhile yield (worker, action, its dependencies) in a possible order: each action after its
-    dependencies and after earlier actions of its worker. ``others``: further dependencies of actions.
+    """Validate ``schedule``, and yield (worker, action, its dependencies) in an order in which the actions can run:
+    each after its dependencies and after earlier actions of its worker. ``others``: further dependencies, by action.
 
     A worker that has to wait is visited again only when the action that it waits for has ended, so the time is
     proportional to the number of actions.
@@ -374,12 +376,12 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 @register("1f1b")
 def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
     """Build the schedule of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
-    2021), arXiv 2006.09503; the alternation comes from PipeDream (2019), arXiv 1806.03377; here the pipeline is flushed
-    at the end of the step.
+    2021), arXiv 2006.09503. The alternation comes from PipeDream (2019), arXiv 1806.03377, which does not flush the
+    pipeline at the end of a step as this schedule does.
 
     Each worker has one stage. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m
-    micro-batches, and worker r holds min(m, p - r) activations instead of m. ``live_limit`` is an upper limit for the
-    activations of every worker, which costs time.
+    micro-batches, and worker r holds up to min(m, p - r) activations instead of m. ``live_limit`` further limits the
+    activations that any worker holds, which makes the step longer.
     """
     limits = tuple(min(micro_batches, stages - stage, live_limit or stages) for stage in range(stages))
     orders = []
@@ -399,8 +401,8 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
     Megatron-LM" (2021), arXiv 2104.04473, section 2.2.
 
     Each of p = ceil(stages / v) workers has v = ``virtual_stages`` stages: stage s is on worker s mod p. Compared with
-    1F1B of the same model cut into p stages, the time lost is divided by v: for m >= p micro-batches the bubble is
-    (p - 1) / (v m + p - 1).
+    1F1B of the same model cut into p stages, the idle time is divided by v: for m >= p micro-batches the bubble is
+    (p - 1) / (v m + p - 1) of the time.
 
     Micro-batches form groups; a group goes through all stages of a worker before the next group does. The paper
     requires groups of p, and m to be a multiple of p. Here m is arbitrary: the sizes of groups differ by at most one,
@@ -423,7 +425,7 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        # If the last workers have a stage fewer, the same order without that stage is valid, and waits can only be
+        # If the last workers have one stage fewer, the same order without that stage is valid, and waits can only be
         # shorter.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
@@ -442,12 +444,13 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
     If forward, backward of inputs and backward of weights take the times F, I and W in every stage, and m >= p, the
     step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
     worker's waits before its first action (F) and after its last gradient (I). With equal times all workers end
-    together, after a third of 1F1B's bubble. If the update waits for all stages, no schedule is shorter then: the last
-    worker gets its first micro-batch after (p - 1) F, and its whole work is still to come. That is why this is H1:
-    ZB-H2 and the paper's automatic schedules gain where every stage updates by itself, and H2 holds 2p - 1 activations.
+    together, and the bubble is a third of 1F1B's. If the update waits for all stages, no schedule is then shorter: the
+    last worker gets its first micro-batch after (p - 1) F, and all its work is still to come. That is why H1 is offered
+    here: ZB-H2 and the paper's automatic schedules gain only where every stage updates its weights independently, and
+    H2 holds 2p - 1 activations.
 
-    The first stage runs its backward whole, because nothing waits for the gradients of its inputs. ``live_limit`` is an
-    upper limit for the activations of every worker, which costs time.
+    The first stage does not split its backward, because nothing waits for the gradients of its inputs. ``live_limit``
+    further limits the activations that any worker holds, which makes the step longer.
     """
     limit = min(micro_batches, stages, live_limit or stages)
     orders = []
