@@ -1,18 +1,19 @@
-"""Quantises the experts of a published checkpoint, and its dense layers on request, in less memory than it takes.
+"""Quantises the experts of a published checkpoint, and on request its dense layers, without loading it as a whole.
 
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|affine|stored] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
     python -m pymoe.quantize FILE.gguf OUT [--linear-bits 8|4] [--max-shard-size SIZE]
 
-FOLDER holds a model of transformers, as the Hugging Face hub has it. Experts that are already quantised, in MXFP4
-(GPT-OSS), in FP8 (DeepSeek-V3), or in integers of GPTQ, AWQ or compressed-tensors, keep their values with ``--format
-mxfp``, ``fp`` or ``affine``, and are only laid out for the kernels, and so are dense layers of the last four unless
-there are ``--linear-bits``. The same holds for experts and dense layers of a GGUF file whose types have a format in
-pymoe; of a file in parts, FILE is the first. A config.json next to that file is used, and then the other files of the
-folder are copied, too; otherwise the file's metadata are used. OUT will hold the quantised model;
-``from_pretrained(OUT)`` maps it into memory once :mod:`pymoe.integrations.transformers` is imported. Until all weights
-are packed, they are in unnamed files in OUT's folder. So while the command runs, it takes the memory of about one
-layer's experts, and twice the size of OUT on the disk.
+FOLDER contains a model for the transformers library, laid out as on the Hugging Face hub. Experts that are already
+quantised keep their values, and are only repacked for the kernels, if ``--format`` fits: mxfp for MXFP4 (GPT-OSS), fp
+for FP8 (DeepSeek-V3), affine for integers of GPTQ, AWQ or compressed-tensors. So do dense layers in FP8 or in such
+integers, unless ``--linear-bits`` is given. The same is true of the experts and dense layers of a GGUF file, if pymoe
+has a format for their types; if the file is split, FILE is its first part. If there is a config.json next to the GGUF
+file, it is used, and the other files of the folder are copied, too; otherwise the file's metadata are used.
+
+OUT is the folder of the quantised model; ``from_pretrained(OUT)`` maps it into memory once
+:mod:`pymoe.integrations.transformers` is imported. Until all weights are packed, they are in unnamed files next to OUT:
+while the command runs, it needs the memory of about one layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from typing import Any, Literal
 from pymoe._common.command_line import CommandLine
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Endings of the files that hold a model's own weights, or an index of them."""
+"""Endings of the files that contain a model's own weights, or an index of them."""
 GGUF = ".gguf"
-"""Ending of a file that is a whole checkpoint."""
+"""Ending of a GGUF file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,10 +87,10 @@ def convert(
     """Write the quantised model, and the other files of its folder (a tokenizer, for instance), into ``out``.
 
     Args:
-        folder: the folder of a checkpoint, as the hub has it: not quantised, or in MXFP4 or FP8 if ``format`` is "mxfp"
-            or "fp", of GPTQ, AWQ or compressed-tensors if it is "affine", or any of these if it is "stored"; or a GGUF
-            file, which needs "stored".
-        out: the folder that gets all files at once, when they are complete.
+        folder: the folder of a checkpoint, laid out as on the hub, or a GGUF file, for which ``format`` must be
+            "stored". The checkpoint is not quantised, or is in MXFP4 with ``format`` "mxfp", in FP8 with "fp", of GPTQ,
+            AWQ or compressed-tensors with "affine", or any of these with "stored".
+        out: the folder to create; it must not exist or be empty, and gets its files only once all are complete.
         bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
         format: "int", "mxfp", "fp", "affine" or "stored"; "mxfp" needs 4 bits, and "fp" 8.
@@ -99,7 +100,7 @@ def convert(
         ImportError: transformers is missing.
         OSError: files cannot be read or written.
         RuntimeError: transformers cannot convert the checkpoint's tensors.
-        ValueError: ``folder`` holds no model that can be quantised, or ``out`` holds files.
+        ValueError: ``folder`` contains no model that can be quantised, or ``out`` contains files.
     """
     file = folder if is_gguf(folder) else None
     folder = folder.parent if file else folder

@@ -122,7 +122,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
     """Raise unless low <= index < end for all (T, K) ``indices``; ``name`` is the name of ``end`` in the contract.
 
-    The native kernels check the same, on CUDA in debug mode.
+    The native kernels check the same, on CUDA only in debug mode.
     """
     bad = (indices < low) | (indices >= end)
     if bool(bad.any()):

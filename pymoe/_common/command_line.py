@@ -1,4 +1,4 @@
-"""A parser of command lines whose errors name what was meant, and types of its arguments."""
+"""An argument parser whose errors suggest the name that was meant, and argument types for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pymoe._common.names import suggestion
 
 
 class CommandLine(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that suggests the option or command for one that does not exist.
+    """An ``ArgumentParser`` whose errors suggest an existing option or command for an unknown one.
 
     A subcommand reports its own unknown options, with its own usage. Options cannot be abbreviated: ``--token SECRET``
-    would be taken for ``--token-file``, and the secret for a path that an error shows.
+    would mean ``--token-file SECRET``, and the error for the missing file would show the secret.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,9 +35,9 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def file_to_write(argument: str) -> Path:
-    """Return the path of a file that a command will write, so that a wrong one is refused before the command's work.
+    """Parse the path of a file that a command will write. As an argparse type, refuse a wrong path before the work.
 
-    Raise ArgumentTypeError if it is a folder, or if its folder does not exist.
+    Raise ArgumentTypeError if the path is empty or a folder, or if its folder does not exist.
     """
     is_folder, folder = os.path.isdir(argument), os.path.dirname(argument) or "."
     if not argument or is_folder or not os.path.isdir(folder):

@@ -1,8 +1,9 @@
 """Contracts of the operators: what their arguments must be, for :mod:`pymoe.reference` and :mod:`pymoe.ops` alike.
 
-An operator's ``check_X`` raises the errors of its docstring, through :mod:`pymoe._common.checks`. If these checks would
-cost more than the operator, a ``_X_fits`` comes first: one expression that is true only if all of them accept the
-arguments. Values of index tensors are checked by the kernels, and here for the reference.
+``check_X`` raises the errors that the docstring of the operator X states, through :mod:`pymoe._common.checks`. Where
+these checks would cost more than the operator, ``check_X`` first evaluates ``_X_fits``: one expression that is true
+only if all checks would pass. Values of index tensors are checked by the kernels, and for the reference by functions
+here.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from pymoe._common.types import (
 )
 
 ROW_LIMIT = 2**31
-"""Limit of S = T * K (exclusive), because rows are numbered in int32."""
+"""Exclusive upper limit of S = T * K: rows are numbered in int32."""
 QUANTIZED_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of the rows that quantised weights multiply."""
+"""Dtypes of rows that can be multiplied by quantised weights."""
 
 
 def is_matrix(value: object) -> bool:
@@ -180,7 +181,7 @@ def check_gate_topk(
 
 
 def _gate_topk_fits(logits: Tensor, k: int, score: Score, renormalize: bool, bias: Tensor | None, scale: float) -> bool:
-    """Return whether the arguments, without groups, keep the contract."""
+    """Return whether the arguments, without groups, satisfy the contract."""
     return (
         is_matrix(logits)
         and type(k) is int
@@ -234,7 +235,7 @@ def _build_routing_fits(experts: Tensor, num_experts: int, capacity: int | None,
 
 
 def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """Raise if an index in ``experts`` is not the number of an expert."""
+    """Raise unless all indices in ``experts`` lie in [0, E); with ``foreign_experts``, only if one is negative."""
     if foreign_experts:
         experts = experts.clamp(max=num_experts - 1)
     checks.in_range(operator, "experts", experts, 0, num_experts, "E")
@@ -341,7 +342,7 @@ def check_grouped_linear(
 
 
 def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the arguments, without an order, keep the contract."""
+    """Return whether the arguments, without an order, satisfy the contract."""
     if not (is_matrix(x) and isinstance(weight, Tensor) and weight.dim() == 3):
         return False
     dtype, device = x.dtype, x.device
@@ -357,7 +358,10 @@ def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tenso
 
 
 def _check_bounds(operator: str, x: Tensor, offsets: Tensor, experts: int, weight: str) -> None:
-    """Raise unless ``offsets`` is an (E + 1,) index for ``x`` and the E experts of the argument ``weight``."""
+    """Raise unless ``offsets`` is (E + 1,) int32 on the device of ``x``; E = ``experts``, of the argument ``weight``.
+
+    ``weight`` is the name of that argument in messages.
+    """
     checks.dtype(operator, "offsets", offsets, torch.int32)
     checks.rank(operator, "offsets", offsets, "(E + 1,)")
     checks.size(operator, "offsets", offsets, 0, experts + 1, f"E + 1 of {weight}")
@@ -374,7 +378,10 @@ def check_bias(
     meaning_of_outputs: str,
     argument: str = "x",
 ) -> None:
-    """Raise unless ``bias`` is (E, N) and fits ``x``, the ``argument``; the meanings say where E and N come from."""
+    """Raise unless ``bias`` is (E, N) with the dtype and device of ``x``; E = ``experts``, N = ``outputs``.
+
+    Messages call ``x`` by the name ``argument``; the meanings say where E and N come from.
+    """
     checks.dtype(operator, "bias", bias, x.dtype)
     checks.rank(operator, "bias", bias, "(E, N)")
     checks.size(operator, "bias", bias, 0, experts, meaning)
@@ -383,7 +390,10 @@ def check_bias(
 
 
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear", argument: str = "offsets") -> None:
-    """Raise if ``offsets`` do not partition ``rows`` rows; native kernels check the same, on CUDA in debug mode."""
+    """Raise unless ``bounds``, the values of ``offsets``, start at 0, never decrease, and end at ``rows`` or below.
+
+    The native kernels check the same, on CUDA only in debug mode.
+    """
     if bounds[0] != 0:
         raise ValueError(f"{operator}: {argument} must start at 0, got {bounds[0]}")
     for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -394,7 +404,7 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
 
 
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise unless ``places`` name distinct rows; the native kernels check the same, on CUDA in debug mode.
+    """Raise unless ``places`` are indices of distinct rows; native kernels check the same, on CUDA only in debug mode.
 
     Args:
         places: the values of ``order`` that are used.
@@ -411,7 +421,7 @@ def check_order(places: list[int], rows: int, operator: str = "grouped_linear") 
 
 
 def check_kind(name: str, argument: str, kind: object) -> None:
-    """Raise unless ``kind`` is one of the kinds, or a :class:`ClampedSwiglu` with valid numbers."""
+    """Raise unless ``kind`` is in :data:`KINDS`, or a :class:`ClampedSwiglu` with valid fields."""
     if not isinstance(kind, ClampedSwiglu):
         if not isinstance(kind, str):
             raise TypeError(f"{name}: {argument} must be a string or a ClampedSwiglu, got {type(kind).__name__}")
@@ -454,7 +464,7 @@ def check_expert_activation(
 
 
 def _expert_activation_fits(h: Tensor, kind: ActivationKind) -> bool:
-    """Return whether the arguments keep the contract, for a kind with a name."""
+    """Return whether the arguments satisfy the contract; False for every :class:`ClampedSwiglu`."""
     return type(kind) is str and kind in KINDS and is_matrix(h) and (kind not in GATED or h.shape[1] % 2 == 0)
 
 
@@ -468,7 +478,7 @@ def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> No
 
 
 def check_format(operator: str, bits: object, format: object, of: str = "") -> None:
-    """Raise unless ``bits`` and ``format`` name a format; ``of`` stands before their names in messages."""
+    """Raise unless ``bits`` and ``format`` name a format; ``of`` prefixes the two argument names in messages."""
     if type(format) is str and type(bits) is int and (format, bits) in FORMATS:
         return
     known = {name: [bits for one, bits in FORMATS if one == name] for name, _ in FORMATS}
@@ -494,7 +504,7 @@ def check_rounded(operator: str, format: str) -> None:
 
 
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
-    """Raise unless ``weight`` is a :class:`QuantizedWeight` whose parts fit each other."""
+    """Raise unless ``weight`` is a :class:`QuantizedWeight` with fields that agree with each other."""
     if not (isinstance(weight, tuple) and len(weight) in (4, 5, 6)):
         raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
     packed, bits, output_features, input_features, format, prefetch = QuantizedWeight(*weight)
@@ -550,7 +560,10 @@ def _check_pack_affine(codes: Tensor, scales: Tensor, offsets: Tensor, bits: int
 
 
 def _check_ends(codes: Tensor, number: int, **named: Tensor) -> None:
-    """Raise unless there is a float32 for each output and run of inputs of a format of :data:`RUNS`."""
+    """Raise unless each of the ``named`` tensors has one float32 per output and run of inputs of ``codes``.
+
+    ``number`` is a format of :data:`RUNS`.
+    """
     size, _ = RUNS[number]
     experts, outputs, inputs = codes.shape
     for name, ends in named.items():
@@ -590,7 +603,7 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor |
 
 
 class _NoTangents(torch.autograd.Function):
-    """Computes nothing, and refuses tangents, also inside ``vmap``, where the tangent of a tensor cannot be read."""
+    """Computes nothing and refuses tangents, even inside ``vmap``, where code cannot test a tensor for a tangent."""
 
     generate_vmap_rule = True
 
@@ -611,11 +624,11 @@ class _NoTangents(torch.autograd.Function):
 
 
 refuse_tangents = _NoTangents.jvp
-"""Takes what ``jvp`` of an ``autograd.Function`` takes, and raises the error of :func:`quantized_linear`."""
+"""A ``jvp`` for an ``autograd.Function``: raises the error of :func:`quantized_linear` in forward mode."""
 
 
 def refuse_second_gradient(*_: object) -> NoReturn:
-    """Raise the error of a backward pass through the gradient of :func:`quantized_linear`."""
+    """Raise the error for a backward pass through the gradient of :func:`quantized_linear`."""
     raise NotImplementedError(
         "quantized_linear: quantised weights have no second derivative (a backward pass through gradients that were "
         "computed with create_graph=True); dequantize them with pymoe.ops.dequantize_weight to differentiate again"

@@ -1,7 +1,7 @@
-"""Names that do not exist, of arguments, options and attributes: errors name what was meant.
+"""Errors for unknown names of arguments, options and attributes, with suggestions.
 
-Other packages' names for the same things are either accepted (:func:`also_called`) or named with the one that is used
-here.
+Names that other packages use for the same things are either accepted (:func:`also_called`), or the error gives pymoe's
+name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWOR
 
 
 def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> str:
-    """Return a clause for the end of an error message, such as ``": did you mean 'top_k'?"``; "" if nothing is near.
+    """Return a clause for the end of an error message, such as ``": did you mean 'top_k'?"``.
+
+    Return "" if no name is similar.
 
     Args:
         name: the name that does not exist.
         known: the names that exist.
-        elsewhere: names of other packages, each with the name in ``known`` that stands for it, or with a clause that
-            says what does. A name that is nearly one of these, and like none in ``known``, is taken for it.
+        elsewhere: maps names that other packages use to the name in ``known`` that replaces each, or to a clause that
+            says what to use. A misspelling of such a name counts as that name, unless a name in ``known`` is similar.
     """
     names = tuple(known)
     near = _nearest(name, names)
@@ -39,7 +41,7 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _
 
 
 def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]:
-    """Return at most three names that resemble ``name`` nearly as much as the nearest one does."""
+    """Return the name most similar to ``name``, then up to two that are nearly as similar; none below ``cutoff``."""
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, 3, cutoff)
     likeness = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
@@ -47,15 +49,15 @@ def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]
 
 
 def no_such_argument(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> TypeError:
-    """Return the error for a keyword argument that ``owner`` does not take; see :func:`suggestion` for the others."""
+    """Return the error for a keyword argument that ``owner`` does not take; for the rest, see :func:`suggestion`."""
     names = tuple(known)
     hint = suggestion(name, names, elsewhere) or f": expected {', '.join(names)}"
     return TypeError(f"{owner}: there is no argument {name!r}{hint}")
 
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> AttributeError:
-    """Return the error for an attribute that ``module`` does not have; see :func:`suggestion` for the others."""
-    hint = "" if name.startswith("_") else suggestion(name, known, elsewhere)  # tools ask for the former, not users
+    """Return the error for an attribute that ``module`` does not have; for the rest, see :func:`suggestion`."""
+    hint = "" if name.startswith("_") else suggestion(name, known, elsewhere)  # only tools look up names with _
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
@@ -66,10 +68,10 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def explain_arguments(**elsewhere: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator: a keyword argument that the function does not take raises :func:`no_such_argument`.
+    """Return a decorator that raises :func:`no_such_argument` for a keyword argument that the function does not take.
 
-    It is for constructors and functions that are not called in every step of a training: a call costs a microsecond
-    more.
+    It adds a microsecond to a call, so it is meant for constructors and functions that are not called in every training
+    step.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

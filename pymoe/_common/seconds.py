@@ -11,7 +11,7 @@ from typing import Any
 def check_seconds(
     what: str, seconds: Any, *, positive: bool = False, finite: bool = False, least: float = 0.0
 ) -> float:
-    """Raise unless ``seconds`` is a number of seconds in the range; return it.
+    """Return ``seconds``; raise unless it is a number in the range that the other arguments give.
 
     Args:
         what: name of the option in messages.
@@ -22,7 +22,7 @@ def check_seconds(
 
     Raises:
         TypeError: ``seconds`` is not a number.
-        ValueError: ``seconds`` is NaN, or outside of the range.
+        ValueError: ``seconds`` is NaN or out of range.
     """
     kinds = ["positive"] * positive + ["finite"] * finite
     a_number = f"a{''.join(f', {kind}' for kind in kinds)[1:]} number of seconds"
@@ -36,7 +36,7 @@ def check_seconds(
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a positive number of seconds from a command line, for argparse."""
+    """Parse a positive number of seconds from a command line, as an argparse type."""
     try:
         seconds = check_seconds("", float(text), positive=True)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Types that operators pass to each other: dtypes and the casts of ``torch.autocast``, named results, kinds of
-activations, and the sizes of packed weights.
+"""Types that operators share: dtypes and the casts of ``torch.autocast``, named results, kinds of activations, and the
+layout of packed weights.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Score = Literal["softmax", "sigmoid"]
 SCORES = ("softmax", "sigmoid")
 
 GateOptions = tuple[int, Score, bool, int, int, float]
-"""Options of a checked :func:`gate_topk`: k, score, renormalize, groups, groups to choose from (0 for none), scale."""
+"""Checked options of :func:`gate_topk`: k, score, renormalize, num_groups, topk_groups (both 0 for None), scale."""
 
 GateBackwardOptions = tuple[Score, bool, bool, float]
-"""Options of its backward: score, renormalize, whether the choice was made by the logits alone, scale."""
+"""Options of the backward of :func:`gate_topk`: score, renormalize, whether logits alone made the choice, scale."""
 
 
 def gate_backward_options(bias: Tensor | None, options: GateOptions) -> GateBackwardOptions:
-    """Return what the backward of a call needs to know of the call's ``bias`` and ``options``."""
+    """Return the options for the backward of a call that had this ``bias`` and these ``options``."""
     _, score, renormalize, num_groups, _, scale = options
     return score, renormalize, bias is None and num_groups == 0, scale
 
@@ -85,11 +85,11 @@ ActivationKind = Literal["swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_
 
 KINDS = ("swiglu", "gelu", "relu", "geglu", "geglu_tanh", "gelu_tanh", "relu_squared")
 GATED = ("swiglu", "geglu", "geglu_tanh")
-"""Kinds that take two rows of size F, gate and up, and return one."""
+"""Named kinds that turn 2F columns, gate and up, into F columns."""
 
 
 def is_gated(kind: object) -> bool:
-    """Return whether the kind turns two rows of size F, gate and up, into one."""
+    """Return whether the kind turns 2F columns, gate and up, into F columns."""
     return isinstance(kind, ClampedSwiglu) or kind in GATED
 
 
@@ -107,7 +107,7 @@ def activation_options(kind: ActivationKind) -> ActivationOptions:
 
 
 def kind_of_options(number: int, *options: Any) -> ActivationKind:
-    """Return the kind whose :data:`ActivationOptions` these are."""
+    """Return the kind for the given :data:`ActivationOptions`."""
     return ClampedSwiglu(*options) if number == len(KINDS) else KINDS[number]  # type: ignore[return-value]
 
 
@@ -123,9 +123,9 @@ class Gate(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Positions of the choices' rows if rows are sorted by expert; made by :func:`build_routing`.
+    """The row of every choice, with rows sorted by expert; made by :func:`build_routing`.
 
-    A hand-made one may have fewer or more than T * K rows, for a buffer with another order or with spare rows.
+    A Routing made by hand may have fewer or more than T * K rows, for a buffer with another order or with spare rows.
     """
 
     slot: Tensor
@@ -137,8 +137,9 @@ class Routing(NamedTuple):
 
 
 WeightFormat = Literal["int", "mxfp", "fp", "affine", "symmetric"]
-"""Kinds of quantised weights: integers in pymoe's own grids, floating-point codes of the OCP Microscaling formats, or
-of FP8, or integers with the scales of another program, with offsets or without."""
+"""Kinds of quantised weights: integers in pymoe's own grids ("int"), floating-point codes of the OCP Microscaling
+formats ("mxfp") or of FP8 ("fp"), and integers with another program's scales, with offsets ("affine") or without
+("symmetric")."""
 
 
 Prefetch = Literal[0, 1, 2]
@@ -147,7 +148,7 @@ experts (2)."""
 
 
 class QuantizedWeight(NamedTuple):
-    """The weights of E linear layers in few bits; made by :func:`quantize_weight` or :func:`pack_weight`."""
+    """The quantised weights of E linear layers; made by :func:`quantize_weight` or :func:`pack_weight`."""
 
     packed: Tensor
     """(E, ceil(N / 64), bytes) uint8: scales, minima and codes, in the order in which the kernels read them."""
@@ -174,10 +175,10 @@ FORMATS = {
     ("affine", 2): 22,
     ("symmetric", 8): 38,
 }
-"""Numbers that identify the formats in kernels and state dicts: the bits, and 10 more for floating-point codes, 20 more
-for "affine", 30 more for "symmetric"."""
+"""Numbers that identify the formats in kernels and state dicts: the bits, plus 10 for floating-point codes, 20 for
+"affine", 30 for "symmetric"."""
 PACKED_ONLY = ("affine", "symmetric")
-"""Formats to which pymoe rounds no weights: they hold weights that another program has rounded."""
+"""Formats to which pymoe rounds no weights: they represent weights that another program has rounded."""
 
 
 def number_of(weight: QuantizedWeight) -> int:
@@ -199,16 +200,16 @@ def number_of(weight: QuantizedWeight) -> int:
 TILE = 64
 """Number of outputs of a tile."""
 GROUP = 32
-"""Number of inputs that share a scale and a minimum at 4 bits; inputs are padded to a multiple of it."""
+"""Number of inputs that share a scale in int4 and mxfp4, and a minimum in int4; inputs are padded to a multiple."""
 BLOCK = 128
-"""Number of inputs that share a scale in FP8, and of outputs in the files of checkpoints."""
+"""Number of inputs that share a scale in FP8; in files of checkpoints, as many outputs share it, too."""
 RUNS = {18: (BLOCK, 1), 24: (BLOCK, 2), 28: (GROUP, 2), 22: (GROUP // 2, 2), 38: (GROUP // 2, 1)}
-"""Formats, by number, whose tiles are runs of inputs: how many inputs, and how many float32 numbers of each output
-precede their codes, namely a scale, and an offset at "affine"."""
+"""Formats, by number, with tiles that consist of runs of inputs. The values are the number of inputs in a run, and the
+number of float32 values for each output before the codes of a run: a scale, and for "affine" an offset."""
 SUPER = 8
-"""Number of groups in a super-block of int4, which share the factors of their scales and minima."""
+"""Number of groups in a super-block of int4; they share the factors of their scales and minima."""
 SUPER_BYTES = TILE * (2 + 2 + 12)
-"""Bytes of a super-block in a tile before its codes."""
+"""Number of bytes before the codes of a super-block in a tile."""
 
 
 def up(value: int, multiple: int) -> int:
@@ -217,7 +218,7 @@ def up(value: int, multiple: int) -> int:
 
 
 def bytes_of_tile(number: int, input_features: int) -> int:
-    """Return the bytes of :data:`TILE` outputs in the format of a number of :data:`FORMATS`."""
+    """Return the number of bytes of a tile, :data:`TILE` outputs; ``number`` is the format's in :data:`FORMATS`."""
     inputs = up(input_features, GROUP)
     if number in RUNS:
         size, heads = RUNS[number]
@@ -230,7 +231,7 @@ def bytes_of_tile(number: int, input_features: int) -> int:
 
 
 def packed_shape(number: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight in the format of a number of :data:`FORMATS`."""
+    """Return the shape of a packed weight; ``number`` is the format's in :data:`FORMATS`."""
     return experts, up(output_features, TILE) // TILE, bytes_of_tile(number, input_features)
 
 

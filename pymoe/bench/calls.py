@@ -1,4 +1,4 @@
-"""Operators and their calls, which benchmark lines time, and tools for arguments, leaves and gradients of a call."""
+"""Types for the operators and calls that benchmark lines time, and helpers for a call's arguments and gradients."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a benchmark line: at least ``ratio`` times as fast as the thing it is compared with."""
+    """The target of a benchmark line: the native call is at least ``ratio`` times as fast as ``over``."""
 
     over: Literal["reference", "baseline", "floor", "seconds"]
-    """The thing with which the native call's time is compared. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm``
-    of as many operations; ``ratio`` is then a share of the floor's rate.
+    """What the native call is compared with. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many
+    operations; ``ratio`` is then a share of the floor's rate.
 
-    ``seconds``: ``ratio`` is the time limit of a call on the device in seconds, without its launch if that can be
-    measured (in a CUDA graph).
+    With ``seconds``, ``ratio`` is instead the time limit of a call on the device, in seconds: without the launch if
+    the call can be captured in a CUDA graph.
     """
     ratio: float
 
@@ -45,17 +45,15 @@ class BenchCase:
     bytes: int
     """Minimum number of bytes that a call moves through memory: each input read once, each output written once."""
     flops: int = 0
-    """Number of floating-point operations of a call, if they determine the floor."""
+    """Number of floating-point operations of a call if they determine the floor, else 0."""
     backward: bool = False
-    """True to time forward and backward together instead of only forward; the result of ``make`` then holds leaves."""
+    """True to time forward and backward together; some tensors that ``make`` returns then require grad."""
     source: str = ""
     """Name of the model or paper that publishes this shape."""
     baseline: Callable[..., Any] | None = None
-    """The same computation in plain torch, as a user would write it; given if the reference spends time on
-    exactness.
-    """
+    """The same computation in plain torch, as a user would write it, without the reference's efforts at exactness."""
     target: Target | None = None
-    """Target of the line on a CPU. It is shown next to the result, and no test asserts it."""
+    """Target of the line on a CPU. It is shown next to the result; no test asserts it."""
     cuda_target: Target | None = None
     """Target of the line on an H200."""
 
@@ -68,7 +66,7 @@ class Operator:
     native: Callable[..., Any]
     reference: Callable[..., Any]
     exact: tuple[bool, ...]
-    """For each output: true if native and reference must agree bit for bit. A single flag applies to all outputs."""
+    """For each output, True if native and reference must agree bit for bit. A single flag applies to all outputs."""
     tolerances: dict[torch.dtype, tuple[float, float]]
     """(rtol, atol) by dtype, for gradients and for outputs that are not exact."""
     bench_cases: tuple[BenchCase, ...] = ()
@@ -76,14 +74,14 @@ class Operator:
     """Types of devices for which the operator has a kernel."""
 
     def is_exact(self, output: int) -> bool:
-        """Return whether output number ``output`` is promised to be exact bit for bit."""
+        """Return whether the output with index ``output`` must agree bit for bit."""
         return self.exact[output if len(self.exact) > 1 else 0]
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """Return the tensors in an operator's result, at any depth.
+    """Return the tensors in an operator's result, at any depth of nesting.
 
-    An int becomes a tensor of one element, and a str a tensor of its characters' codes, so that they can be compared.
+    Ints and strings become tensors, so that they can be compared: an int a scalar, a str the codes of its characters.
     """
     if isinstance(result, Tensor):
         return (result,)
@@ -127,9 +125,9 @@ def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
 
 
 def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a copy, on ``device`` if given, with the strides and the offset alignment of ``value``.
+    """Return a copy, on ``device`` if given, with the strides of ``value`` and its storage offset modulo 16.
 
-    Elements of the storage between those of ``value`` are copied too.
+    Elements of the storage that lie between those of ``value`` are copied, too.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
     device = value.device if device is None else device
@@ -142,7 +140,7 @@ def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def call(function: Callable[..., Any], sample: Sample) -> Any:
-    """Return ``function(*args, **kwargs)`` with the arguments of ``sample``; an argument ``out`` is copied first."""
+    """Return ``function(*args, **kwargs)`` for the arguments of ``sample``, but with a copy of a tensor ``out``."""
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         kwargs["out"] = same_layout_copy(kwargs["out"])
@@ -181,7 +179,7 @@ def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Te
     if not differentiable:
         return [torch.zeros_like(value) for value in inputs]
     random = generator()
-    # Values representable in bfloat16 and float16 are the same in every dtype. They are uniform, because randn's values
+    # Rounding to bfloat16 makes the values the same in every dtype. They are uniform, because the values of randn
     # depend on the processor.
     seeds = [
         (torch.rand(output.shape, generator=random, dtype=torch.float64) * 4 - 2).bfloat16().to(output)

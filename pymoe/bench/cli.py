@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive_int(text: str) -> int:
-    """Return the integer in ``text``, an option's value that must be at least 1."""
+    """Parse an integer of at least 1, as an argparse type."""
     value = int(text) if text.isascii() and text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
@@ -221,7 +221,7 @@ def run_plot(options: argparse.Namespace) -> int:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Return the result that ``run --json`` wrote to ``file``; raise ValueError if the file holds something else."""
+    """Return the result that ``run --json`` wrote to ``file``; raise ValueError if the file contains anything else."""
     try:
         result = json.loads(file.read_text())
     except ValueError as error:
@@ -237,7 +237,7 @@ def all_lines() -> list[Line]:
 
 
 def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
-    """Return the lines that the options select, and those among them that are too large for ``--quick``."""
+    """Return the selected lines to measure, and the selected lines that are too large for ``--quick``."""
     pattern = re.compile(options.filter)
     wanted = [
         line
@@ -252,7 +252,7 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
-    """Return the effort with which the lines are measured: that of ``--quick`` or the full one, with ``--budget``."""
+    """Return the effort for measuring a line: that of ``--quick`` or the full one, with the time of ``--budget``."""
     effort = QUICK if options.quick else FULL
     budget = getattr(options, "budget", None)
     return replace(effort, budget=budget) if budget else effort
@@ -275,7 +275,7 @@ def rates_text(facts: dict[str, Any], rates: Rates) -> str:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> int:
-    """Print the numbers of correct lines and of targets reached; return 1 if a line is not correct."""
+    """Print how many lines are correct and how many targets are reached; return 1 if a line is not correct, else 0."""
     bad = [record for record in records if record["correctness"]["verdict"] in ("WRONG", "ERROR")]
     aims = [record["target"]["reached"] for record in records if record["target"]]
     print(f"{len(records)} lines, {len(records) - len(bad)} right; {aims.count(True)} of {len(aims)} targets reached")

@@ -1,11 +1,12 @@
-"""For timing on a GPU: inputs that are not in the cache, and calls without their launch times.
+"""Tools for timing on a GPU: inputs that are not in the cache, and calls without their launch times.
 
-A kernel of some microseconds reads its inputs from the L2 cache if the call before it read the same inputs. Candidates
-on CUDA therefore cycle through copies of their inputs that together are several times the cache (:class:`Rotating`).
+A kernel that takes a few microseconds reads its inputs from the L2 cache if the call before it read the same inputs.
+On CUDA, candidates therefore cycle through copies of their inputs that together are larger than the cache several times
+over (:class:`Rotating`).
 
-Such a kernel also takes less time than the host needs to launch it, through Python or not. A replay from a CUDA graph
-of many calls (:class:`InGraph`) takes the device's time; an eager call also costs the launch that a program would pay
-for. Both times are shown.
+Such a kernel also takes less time than the host needs to launch it, through Python or not. The time of a CUDA graph of
+many calls (:class:`InGraph`) is that of the device alone; the time of an eager call includes the launch, as in a
+program. Both times are shown.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CALLS_IN_GRAPH = 20
 
 
 class Rotating:
-    """A function that calls one of ``functions`` per call, in turn."""
+    """A function that calls one of ``functions`` each time it is called, in turn."""
 
     def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
         self.functions = tuple(functions)
@@ -39,9 +40,9 @@ class InGraph:
     """Consecutive calls of ``function``, captured in one CUDA graph; calling the object replays it.
 
     A function that waits for the device, for example by reading a value of a tensor, cannot be captured. After a failed
-    capture torch's default generator on the device no longer draws (so benchmarks draw from separate generators), and
-    its allocator keeps memory. Therefore the function is first called in torch's mode that raises an error for a wait;
-    the mode detects most waits.
+    capture, torch's default generator on the device can no longer draw numbers (so benchmarks use other generators),
+    and torch's allocator keeps memory. Therefore the function is first called in the mode of torch that raises an error
+    when a call waits; it detects most waits.
     """
 
     def __init__(self, function: Callable[[], object], calls: int) -> None:
@@ -67,7 +68,7 @@ class InGraph:
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """Return a context manager in which torch raises RuntimeError for a call that waits for the device."""
+    """Make torch raise RuntimeError, inside the context, for a call that waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -77,13 +78,13 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``, equally many on each copy of inputs."""
+    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``, as many for each copy of its inputs."""
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 
 
 def copies_needed(bytes: int, device: torch.device) -> int:
-    """Return the number of copies of ``bytes`` that exceed the cache of ``device`` several times; 1 on a CPU (warm)."""
+    """Return how many copies of ``bytes`` bytes exceed the cache of ``device`` several times over; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -91,7 +92,7 @@ def copies_needed(bytes: int, device: torch.device) -> int:
 
 
 def copies_of(sample: Sample, device: torch.device) -> list[Sample]:
-    """Return ``sample`` and copies of it, :func:`copies_needed` in all; leaves that require grad stay leaves."""
+    """Return ``sample`` and copies of it, :func:`copies_needed` in all; tensors keep their ``requires_grad``."""
     tensors = tensors_in((sample.args, sample.kwargs))
     count = copies_needed(sum(value.numel() * value.element_size() for value in tensors), device)
     copies = [

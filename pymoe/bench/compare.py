@@ -9,7 +9,7 @@ from typing import Any
 from pymoe.bench.report import Table, seconds
 
 SMALLEST_CHANGE = 0.03
-"""Smallest relative change that is marked, since even quiet runs can differ by more than their quartiles."""
+"""Smallest relative change that is marked: even quiet runs can differ by more than their quartiles."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
     ranges of the two runs no longer overlap.
 
     Returns:
-        The lines that both runs measured, and the names of lines that only one run measured.
+        The changes of the lines that both runs timed, and the names of lines that only one of them timed.
     """
     before, after = by_name(old["lines"]), by_name(new["lines"])
     changes = [change(name, before[name], after[name]) for name in after if name in before]

@@ -1,7 +1,7 @@
 """The correctness column: compares the native operator's results with the reference's, on the timed inputs.
 
-Tensors are compared bit for bit if a result is promised to be exact, and within a tolerance otherwise. Both comparisons
-name the first element that differs, and both treat special values strictly:
+A result that is promised to be exact is compared bit for bit, other results within a tolerance. Both comparisons name
+the first element that differs, and treat special values as follows:
 
 * a NaN equals every NaN, whatever its payload and sign, and nothing else;
 * an infinity equals only itself, under a tolerance too;
@@ -54,10 +54,10 @@ def difference(what: str, got: Tensor, wanted: Tensor, tolerance: tuple[float, f
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of comparing two results."""
+    """The outcome of a comparison of native and reference results."""
 
     verdict: str
-    """``"exact"``: every bit agrees; ``"close"``: within the tolerance; ``"WRONG"``; ``"ERROR"``: a call failed."""
+    """``"exact"``: every bit agrees; ``"close"``: within the tolerance; ``"WRONG"``; or ``"ERROR"``: a call failed."""
     max_error: float = 0.0
     """The largest absolute difference of finite values in outputs and gradients."""
     detail: str = ""

@@ -19,8 +19,9 @@ def environment() -> dict[str, Any]:
 
     Returns:
         A flat dictionary: the versions of :func:`pymoe.build_info`; and for the machine the CPU's model and
-        capabilities as torch reports them, cores that this process may use, threads that torch uses, memory in GiB, and
-        the load averages of the last 1, 5 and 15 minutes (a load near or above the cores means that it is not quiet).
+        capabilities as torch reports them, the number of cores that this process may use, the number of torch's
+        threads, the memory in GiB, the date, and the load averages of the last 1, 5 and 15 minutes (a load near or
+        above the number of cores means that the machine is not quiet).
     """
     facts = build_info()
     facts["platform"] = f"{platform.system()} {platform.machine()}"

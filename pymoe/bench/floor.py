@@ -1,7 +1,7 @@
 """The floor of an operator's time: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
 
-A floor is timed in the same rounds as the operator, with as many bytes (so that they are in the same cache) or
-with about as many operations. The rates that are measured before the first line are the machine's best.
+A floor is timed in the same rounds as the operator, with as many bytes (so that they fit the same cache) or with about
+as many operations. The rates measured before the first line are the machine's best.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Floor:
     work: float
     """Number of bytes or floating-point operations of one call of the floor."""
     needed: float
-    """Minimum number of bytes or floating-point operations of one call of the operator."""
+    """Minimum number of bytes or floating-point operations that one call of the operator needs."""
 
     def share(self, floor: Timing, operator: Timing) -> tuple[float, ...]:
         """Return, for every round, the ratio of the operator's rate to the floor's: 1 means as fast as the floor."""
@@ -91,7 +91,7 @@ def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, 
 
 
 def copy(bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a copy that reads ``bytes / 2`` and writes ``bytes / 2`` into allocated memory; cold on CUDA."""
+    """Return a function that copies ``bytes / 2`` bytes into allocated memory; on CUDA, from outside the cache."""
 
     def one() -> Callable[[], object]:
         source = torch.ones(bytes // 8, device=device)
@@ -102,7 +102,7 @@ def copy(bytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a product of two square matrices into allocated memory."""
+    """Return a function that multiplies two square matrices into allocated memory."""
     random = generator(device)
     left, right = (torch.randn(size, size, device=device, generator=random).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

@@ -21,9 +21,9 @@ from pymoe.nn import MoE
 from pymoe.nn.options import Backend
 
 SLOWDOWN_ALLOWED = 1.15
-"""The target of the layer's lines: the largest ratio of the layer's time to that of the dense products."""
+"""Target of the layer's lines: the layer takes at most this multiple of the time of the dense products."""
 RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Largest error, relative to the largest value, at which results of two backends count as equal."""
+"""Largest error, relative to the largest value, with which results of two backends count as close."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Return the operations of forward and backward: six per weight and row (one product forward, two backward)."""
+        """Return the FLOPs of forward and backward: six per weight and row (one product forward, two backward)."""
         return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
 
     @property
@@ -56,7 +56,7 @@ class Shape:
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
     def bytes_moved(self, dtype: torch.dtype) -> int:
-        """Return the fewest bytes that a forward moves: tokens, and the weights of the experts that they choose."""
+        """Return the minimum number of bytes that a forward moves: input, output, and weights of the chosen experts."""
         reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
         return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)
 
@@ -71,9 +71,9 @@ CUDA_SHAPES = (
     Shape("few tokens", 256, 2048, 768, 128, 8),
 )
 FEW_TOKENS = tuple(Shape("Qwen3-30B", tokens, 2048, 768, 128, 8) for tokens in (1, 16, 64, 512))
-"""Shapes whose forward pass alone is measured on CUDA, in evaluation mode: steps of generation, and a short prompt."""
+"""Shapes for which CUDA measures only the forward pass, in evaluation mode: steps of generation, and a short prompt."""
 INPUTS = 8
-"""Number of inputs that take turns in a forward of few tokens, which would otherwise find its experts in the cache."""
+"""Number of inputs that forwards of few tokens use in turn; with a single one, its experts would be in the cache."""
 
 
 def layer_lines() -> Iterator[Line]:
@@ -104,7 +104,7 @@ def layer_lines() -> Iterator[Line]:
 
 
 def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return forward passes without gradients of the layer in both backends and in plain torch, and their floor."""
+    """Return forward passes of the layer, without gradients, in both backends and in plain torch, and their floor."""
     random = generator()
     inputs = [torch.randn(shape.tokens, shape.hidden, generator=random).to(device, dtype) for _ in range(INPUTS)]
     native = layer_of(shape, dtype, device).eval()
@@ -127,7 +127,7 @@ def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return training steps of the layer in both backends with the same weights, and their floor.
+    """Return training steps (forward and backward) of the layer in both backends, with equal weights, and their floor.
 
     On CUDA there is also a baseline: the same layer in plain torch.
     """
@@ -146,7 +146,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Backend = "native") -> MoE:
-    """Return a layer with weights drawn on ``device``; they depend only on ``shape`` and the device's type."""
+    """Return a layer with random weights, which depend only on ``shape`` and the device's type."""
     sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
     layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)
     random = generator(device)
@@ -174,7 +174,7 @@ def training_step(
         layer: the module whose parameters get gradients.
         x: the input, which gets a gradient, too.
         grad: the gradient of the output.
-        forward: the function to run; None: ``layer`` itself.
+        forward: the function to run; None means ``layer`` itself.
     """
     leaves = [x, *layer.parameters()]
     forward = forward or layer
@@ -187,7 +187,7 @@ def training_step(
 
 
 def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
-    """Return the layer's forward in plain torch, on the same parameters: sort, index, grouped_mm, add."""
+    """Return the layer's forward in plain torch with the same parameters: sort, index, grouped_mm, index_add."""
     router, w_in, w_out = layer.router.weight, layer.experts.w_in, layer.experts.w_out
     k = layer.top_k
 
@@ -207,10 +207,10 @@ def with_torch_alone(layer: MoE) -> Callable[[Tensor], Tensor]:
 
 
 def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor:
-    """Return the products of the layer as if one expert had all S rows: contiguous, into allocated memory.
+    """Return, as a floor, the products of the layer as if a single expert had all S rows.
 
-    These are the forward and both backward products of the input, output and router weights, without activation,
-    routing or allocation of results: no implementation of the layer can be much faster.
+    These are the forward and both backward products of the input, output and router weights, on contiguous matrices,
+    without activation, routing or allocation of results: no implementation of the layer can be much faster.
     """
     s, t, h, f, e = shape.slots, shape.tokens, shape.hidden, shape.ffn, shape.experts
     sizes = []
@@ -234,7 +234,7 @@ def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor
 def verdict_of(
     actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], names: tuple[str, ...], tolerance: float
 ) -> Verdict:
-    """Compare results whose sums may run in different orders, by the largest error relative to the largest value."""
+    """Compare results, whose sums may run in different orders, by the largest error relative to the largest value."""
     for name, got, wanted in zip(names, actual, expected, strict=True):
         error = max_error([(got, wanted)])
         allowed = tolerance * float(wanted.abs().max())

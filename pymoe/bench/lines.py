@@ -1,4 +1,4 @@
-"""The lines of the benchmark: one for every operator, shape, dtype and direction, and the measurement of a line."""
+"""The benchmark's lines, one for every operator, shape, dtype and direction, and how a line is measured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pymoe.bench.timing import Quartiles, Timer, Timing, measure
 
 CALLS = ("native", "reference", "baseline", "floor")
 CAPTURED = ("native", "baseline", "floor")
-"""Names of the calls that are also measured in CUDA graphs."""
+"""Names of the calls that on CUDA are also measured in a graph."""
 RATIOS = ("over_reference", "over_baseline", "over_baseline_in_graph", "share_of_floor", "share_of_copy")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits on the time spent on a line, and on the size of measured lines."""
+    """Limits on the time for a line, and on the size of the lines that are measured."""
 
     budget: float = 1.0
     """Seconds per line for all candidates together, after warm-up."""
@@ -42,7 +42,7 @@ QUICK = Effort(budget=0.15, rounds=(3, 20), most_bytes=2.0**27, most_flops=5e9)
 
 @dataclass(frozen=True)
 class Candidates:
-    """The calls that are timed against each other for one line, on the same inputs, and a check of their results."""
+    """The calls of one line that are timed against each other, on the same inputs, and a check of their results."""
 
     calls: Mapping[str, Callable[[], object]]
     """``"native"`` and ``"reference"``, and ``"baseline"`` if there is one."""
@@ -92,7 +92,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
 
 
 def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
-    """Return the calls of ``operator`` to be timed, on inputs of ``case`` on ``device``."""
+    """Return the calls of ``operator`` to time, with the inputs of ``case`` on ``device``."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:
@@ -112,9 +112,9 @@ def forward_call(function: Callable[..., Any], sample: Sample) -> Callable[[], o
 
 
 def training_step(function: Callable[..., Any], sample: Sample) -> Callable[[], object]:
-    """Return a function that calls ``function`` with the arguments of ``sample`` and returns the arguments' gradients.
+    """Return a function that runs ``function`` forward and backward on ``sample``, and returns the leaves' gradients.
 
-    The gradients of the outputs are random, and the same in every call.
+    The gradients of the outputs are random, but the same in every call.
     """
     inputs = leaves(sample)
     outputs = [one for one in outputs_of(function(*sample.args, **sample.kwargs)) if one.requires_grad]
@@ -133,9 +133,9 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
     """Measure a line, and compare its results with those of the reference.
 
     Returns:
-        A record for the table and for JSON: names, seconds (median, quartiles, rounds, calls) of every candidate,
-        ratios compared round by round, share of the floor, correctness, and the target with the result. A call
-        that raises makes the verdict ``"ERROR"``; the record then has no timings.
+        A record for the table and for JSON: names; seconds (median, quartiles, rounds, calls) of every candidate;
+        ratios, taken round by round; the share of the floor; correctness; the target and whether it was reached. If a
+        call raises, the verdict is ``"ERROR"``, and the record has no timings.
     """
     target = line.targets.get(device.type)
     record = described(line, target)
@@ -196,9 +196,9 @@ def described(line: Line, target: Target | None) -> dict[str, Any]:
 def measured(
     line: Line, target: Target | None, floor: Floor | None, timings: dict[str, Timing], rates: Rates
 ) -> dict[str, Any]:
-    """Return the part of a record that comes from timings.
+    """Return the part of a record that is computed from timings.
 
-    Rates are based on the device's own time: that of calls in a graph, if these were captured.
+    Shares of rates use the device's own time, that of calls in a graph, if the calls could be captured.
     """
     native = timings["native"]
     on_device = timings.get("native_in_graph", native)

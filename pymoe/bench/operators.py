@@ -1,6 +1,6 @@
-"""The operators, with the promises of each one and the inputs on which it is timed.
+"""The operators, with their promises of exactness and the inputs on which they are timed.
 
-The tests' specifications (``tests/specs``) build on these records, so that an operator's promises are stated once.
+The tests' specifications (``tests/specs``) build on these records, so that an operator's promises are stated only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GROUPS = {"score": "sigmoid", "num_groups": 8, "topk_groups": 4, "scale": 2.5}
 
 
 def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[torch.dtype, tuple[float, float]]:
-    """Return (rtol, atol) by dtype."""
+    """Return the tolerances (rtol, atol) by dtype."""
     return dict(zip(FLOATING, (float32, float64, bfloat16, float16), strict=True))
 
 
@@ -32,7 +32,7 @@ def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[
 
 
 def uniform(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 2.0) -> Tensor:
-    """Return values of both signs in [-scale, scale)."""
+    """Return uniformly distributed values in [-scale, scale)."""
     return ((torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(dtype)
 
 
@@ -44,7 +44,7 @@ def distinct(tokens: int, choices: int, experts: int, generator: torch.Generator
 
 
 def offsets_of(counts: list[int]) -> Tensor:
-    """Return (E + 1,) int32 offsets of experts that own ``counts`` rows."""
+    """Return the offsets, (E + 1,) int32, of experts where expert e owns ``counts[e]`` rows."""
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
 
@@ -70,12 +70,12 @@ def torch_build_routing(experts: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def torch_dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    """Return the rows of the choices, if no slot was dropped."""
+    """Gather the rows of the choices; no choice may have been dropped."""
     return torch.index_select(x, 0, routing.token, out=out)
 
 
 def torch_combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """Weight the rows and add them up by token, if no slot was dropped."""
+    """Weight the rows and add them up by token; no choice may have been dropped."""
     slot, token, _ = routing
     weight_of_row = torch.empty_like(weights.view(-1)).index_put((slot.view(-1),), weights.view(-1))
     weighted = y * weight_of_row[:, None].to(y.dtype)
@@ -330,7 +330,7 @@ def expert_activation_case(kind: str, features: int, dtype: torch.dtype, backwar
 
 # --- operators ---
 
-# The sums over tokens run in another order than torch's, and gradients are rounded to the logits' dtype.
+# Native and reference sums over tokens run in different orders, and gradients are rounded to the logits' dtype.
 LOSS_TOLERANCES = tolerances((2e-5, 1e-6), (1e-12, 1e-14), (1e-2, 1e-5), (2e-3, 1e-5))
 NO_TOLERANCE = dict.fromkeys(FLOATING, (0.0, 0.0))
 
@@ -371,7 +371,7 @@ _ALL = (
     _operator(
         "dispatch",
         (True,),
-        # These apply to gradients, because the reference adds up a token's choices in torch's order.
+        # These apply to gradients only: outputs are exact.
         tolerances((2e-6, 1e-6), (1e-14, 1e-14), (0.008, 1e-5), (0.001, 1e-5)),
         *(
             dispatch_case(*sizes, given)
@@ -423,8 +423,8 @@ _ALL = (
     _operator(
         "grouped_linear",
         (False,),
-        # These apply to sums of up to 1100 terms in another order. 16-bit results may be rounded to the neighbouring
-        # value.
+        # These allow for different orders in sums of up to 1100 terms, and for 16-bit results that are rounded to a
+        # neighbouring value.
         tolerances((1e-5, 1e-4), (1e-13, 1e-12), (8e-3, 1e-4), (1e-3, 1e-4)),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024),
         grouped_linear_case("SonicMoE Fig. 13, scaled", 4096, 8, 1024, 1024, backward=True),

@@ -24,7 +24,7 @@ of floor   on CUDA with both in graphs"""
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an exception as text that is short enough for a table."""
+    """Return the type and message of an exception in one line of at most 200 characters."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
@@ -118,7 +118,7 @@ def seconds(value: float) -> str:
 
 
 def time_with_spread(timing: dict[str, float] | None) -> str:
-    """Return median and quartiles as text, in the median's unit; ``-`` if there is no timing."""
+    """Return median and quartiles as text, in the median's unit; ``-`` without a timing."""
     if not timing:
         return "-"
     middle, unit = seconds(timing["median"]).split()
@@ -161,7 +161,7 @@ def target(record: Record) -> str:
 
 
 def write_json(result: dict[str, Any], file: Path) -> None:
-    """Write ``result`` to ``file`` as JSON, atomically: the file is never incomplete, even if the process ends."""
+    """Write ``result`` to ``file`` as JSON, atomically: the file is never incomplete, even if the process is killed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")

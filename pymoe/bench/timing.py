@@ -1,14 +1,14 @@
 """Timing of calls that are compared with each other, on a machine that is not quiet.
 
-* **Interleaved**: a round runs every candidate once, and every round starts with another one (A B C, B C A, …), so
-  that a disturbance longer than a round affects all of them. Ratios are taken round by round.
+* **Interleaved**: a round times every candidate once, and rounds start with a different candidate each (A B C, B C A,
+  …), so that a disturbance longer than a round affects all of them. Ratios are taken round by round.
 * **Comparable spans**: a fast candidate is called several times in a row, so that each value covers a similar span of
   time.
 * **Adaptive**: rounds go on until the time budget is used, within the given bounds.
 * **Medians with spread**: a :class:`Quartiles` is the median and the two quartiles over the rounds, never a best case.
 
-Every candidate is called untimed first (memory, caches, lazy initialisation), and garbage collection is off meanwhile.
-On CUDA, time is taken by events on the device, around calls in a row (see :class:`CudaTimer`).
+Every candidate is first called as a warm-up (memory, caches, lazy initialisation), and garbage collection is off during
+the rounds. On CUDA, events on the device take the time of several calls in a row (see :class:`CudaTimer`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Protocol
 import torch
 
 SHORTEST_SPAN = 0.5e-3
-"""Minimum number of seconds for which a fast candidate is called to measure one value."""
+"""Minimum number of seconds for which a fast candidate is called repeatedly to measure one value."""
 LONGEST_SPAN = 20e-3
-"""Seconds after which a fast candidate is no longer repeated within a round."""
+"""Maximum number of seconds for which a fast candidate is called repeatedly to measure one value."""
 MOST_CALLS = 1000
 """Largest number of calls in a row for one value."""
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """A median with its quartiles."""
+    """The median and the lower and upper quartile of some values."""
 
     low: float
     median: float
@@ -41,13 +41,13 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        """Return the median and the quartiles (inclusive method) of ``values``, at least one number."""
+        """Return the median and the quartiles (inclusive method) of ``values``, which must not be empty."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def scaled(self, factor: float) -> Quartiles:
-        """Return the quartiles multiplied by ``factor``, which is positive."""
+        """Return the quartiles multiplied by ``factor``, which must be positive."""
         return Quartiles(self.low * factor, self.median * factor, self.high * factor)
 
 
@@ -71,7 +71,7 @@ class Timing:
         return statistics.median(self.seconds)
 
     def over(self, other: Timing) -> Quartiles:
-        """Return the ratio of this candidate's time to that of ``other``, taken round by round."""
+        """Return the quartiles of the ratio of this candidate's time to that of ``other``, taken round by round."""
         return Quartiles.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
@@ -79,17 +79,17 @@ class Timer(Protocol):
     """Measures the time of calls in a row."""
 
     def now(self) -> float:
-        """Return the time in seconds of the clock that limits the whole measurement."""
+        """Return the seconds of the clock against which the budget of the whole measurement is checked."""
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``function`` over ``calls`` calls."""
 
 
 class WallTimer:
-    """Measures the time between a call and its return by ``clock``, for functions that return after all their work.
+    """Measures the time from call to return with ``clock``, for functions that return only when their work is done.
 
-    With ``time.process_time`` as the clock, only the work of the process counts: on one thread, other processes then
-    hardly affect the result. With several threads it would add up their times, including the time they wait.
+    With ``time.process_time`` as the clock, only the processor time of this process counts: with one thread, other
+    processes then hardly affect the result. With several threads it would add up their times, including busy waiting.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -105,10 +105,10 @@ class WallTimer:
 class CudaTimer:
     """Measures the device time per call, between two events around several calls.
 
-    The device is given work first, so that the host, which does not wait for it, runs ahead: the time between the
-    events is the calls' own time on the device, or the host's time if it takes longer to launch a call than the device
-    takes to run it. That work overwrites the L2 cache; the calls themselves must ensure that later calls find their
-    inputs cold too. A function with an attribute ``calls`` counts as that many calls.
+    The device first gets other work, so that the host, which does not wait for it, can run ahead. The time between the
+    events is then the calls' own time on the device, or the host's time if launching a call takes longer than running
+    it. That other work overwrites the L2 cache, but only the functions themselves can ensure that later calls also find
+    their inputs outside the cache. A function with an attribute ``calls`` counts as that many calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,12 +148,15 @@ def measure(
         candidates: functions without arguments, by name.
         budget: seconds after which no further round starts; warm-up is not counted.
         rounds: the fewest and the most rounds; the fewest are run even if they take longer than the budget.
-        timer: the way to measure time, :class:`WallTimer` unless given.
-        first: seconds that a call of each candidate takes, if they have been called already; there is no other
-            warm-up then.
+        timer: measures the time; a :class:`WallTimer` by default.
+        first: seconds that a call of each candidate takes, if all of them have been called already; they are then not
+            called as a warm-up.
 
     Returns:
         A :class:`Timing` for every name, all over the same rounds.
+
+    Raises:
+        ValueError: there are no candidates, or ``rounds`` is not 1 <= fewest <= most.
     """
     fewest, most = rounds
     if not candidates or not 1 <= fewest <= most:
@@ -185,7 +188,7 @@ def measure(
 
 
 def calls_per_value(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of calls of each candidate in a row, so that all candidates are timed over similar spans.
+    """Return how often to call each candidate in a row, so that all candidates are timed over similar spans of time.
 
     Args:
         seconds: the time of one call of each candidate.

@@ -9,7 +9,7 @@ prometheus-client``).
     register(runtime)
     start_http_server(9100, addr="127.0.0.1")
 
-``register`` also takes a :class:`pymoe.remote.ExpertServer`, for the series of its runtime and of its calls.
+``register`` also takes a :class:`pymoe.remote.ExpertServer`: its metrics cover the server's runtime and its calls.
 
 Every series of a pool has the labels ``runtime`` (its name in :func:`register`) and ``pool``; the documentation's page
 "Prometheus metrics" lists them all. Time buckets end at 2^n nanoseconds, from a microsecond to about 70 seconds, like
@@ -37,7 +37,7 @@ SECOND_ENDS = tuple((1 << n) * 1e-9 for n in range(10, 37))
 
 
 class RuntimeCollector:
-    """A collector for prometheus-client that reads the pools whenever it is scraped.
+    """A collector for prometheus-client that reads the statistics of all pools at every scrape.
 
     Args:
         runtimes: a :class:`pymoe.runtime.Runtime` or :class:`pymoe.remote.ExpertServer`, or a dict of several by name.
@@ -116,10 +116,13 @@ class RuntimeCollector:
 
 
 def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> RuntimeCollector:
-    """Make a :class:`RuntimeCollector` of ``runtimes``, register it with ``registry``, and return it.
+    """Register a new :class:`RuntimeCollector` of ``runtimes`` with ``registry``, and return the collector.
 
-    ``registry=None`` is the default registry. Put all runtimes of a registry into one collector, because two collectors
-    would have series of the same names; ``registry.unregister`` removes a collector.
+    ``registry=None`` means the default registry. Put all runtimes into a single collector per registry, because two
+    collectors would have series of the same names; ``registry.unregister`` removes a collector.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
     """
     collector = RuntimeCollector(runtimes)
     if registry is None:
@@ -131,7 +134,7 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
 
 
 def serve(runtimes: Any, port: int) -> None:
-    """Serve the metrics of ``runtimes``, as :class:`RuntimeCollector` takes them, at ``http://127.0.0.1:PORT/metrics``.
+    """Serve the metrics of ``runtimes`` (as for :class:`RuntimeCollector`) at ``http://127.0.0.1:PORT/metrics``.
 
     Raises:
         ImportError: prometheus-client is not installed.

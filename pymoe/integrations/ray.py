@@ -5,7 +5,7 @@
     from pymoe.integrations import ray as pymoe_ray
 
     for number in range(4):
-        make = functools.partial(make_expert, f"expert-{number}")  # names that differ, since a mixture needs them
+        make = functools.partial(make_expert, f"expert-{number}")  # a mixture requires distinct names
         pymoe_ray.serve(f"experts-{number}", make, checkpoints="/shared/experts", num_cpus=2)
     with pymoe_ray.ServedExperts([f"experts-{number}" for number in range(4)]) as served:
         mixture = pymoe.MixtureOfExpertBackends(served.backends(), top_k=2, forward_timeout=1, backward_timeout=1)
@@ -17,8 +17,8 @@ server (``python -m pymoe.remote drain``), on a machine with the requested resou
 from its newest checkpoint, if all machines can read the folder. ``ray.kill`` ends the actor for good. Requests do not
 pass through Ray: clients send them to the server over gRPC.
 
-Ray's own messages are pickles: anyone who can reach a cluster's ports can run code on it. So Ray is only for clusters
-that strangers cannot reach, whatever this package does.
+Ray's own messages are pickles: anyone who can reach a cluster's ports can run code on it. So, whatever this package
+does, use Ray only in clusters that strangers cannot reach.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ExpertActor:
     """A Ray actor that runs a server of the experts that ``make()`` returns.
 
     Args:
-        make: returns the experts.
+        make: returns one or several :class:`~pymoe.runtime.ExpertBackend`.
         host: the address on which the server listens; empty for the address of the actor's machine.
         options: options of :class:`~pymoe.remote.ExpertServer`.
     """
@@ -79,7 +79,7 @@ class ExpertActor:
         return self._server.address
 
     def save(self) -> int:
-        """Save the experts; return how many of them were updated since the last save."""
+        """Save the experts that changed since the last save; return how many were saved."""
         return self._server.save()
 
     def drain(self) -> None:
@@ -188,7 +188,7 @@ class ServedExperts:
         return [backend for there in self._connections.values() for backend in there.backends()]
 
     def follow(self, mixture: MixtureOfExpertBackends, every: float = 1.0) -> None:
-        """Replace backends of ``mixture`` by those with the same names, whenever their actor restarts at a new address.
+        """Replace backends of ``mixture`` with new ones of the same names when their actor restarts at a new address.
 
         A thread checks every ``every`` seconds, until :meth:`close`. Until the replacement, the mixture leaves out
         backends that cannot be reached. Several mixtures may be followed, at the shortest of their intervals.

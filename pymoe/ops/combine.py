@@ -1,9 +1,9 @@
 """combine: native gather and sum. Contract: :func:`pymoe.reference.combine`; kernel: csrc/kernels/combine.h.
 
-The backward is one fused pass, which computes the rows D(w, g) = ``w * g`` and the products P(g, y) = ``<g, y>``. If a
-is the gradient of D and b that of P, the gradients of g, w and y are combine(a, w) + combine(y, b), P(g, a) and
-D(b, g). So the same two operators compute gradients of any order. A bias is added to y wherever y is read, and its
-gradient is the sum of the gradient of y over each expert's rows.
+For the gradient g of the result, the backward is one fused pass that computes the rows D(w, g) = ``w * g`` and the
+inner products P(g, y) = ``<g, y>``. If a is the gradient of D and b that of P, the gradients of g, w and y are
+combine(a, w) + combine(y, b), P(g, a) and D(b, g). So combine and this pass compute gradients of any order. A bias is
+added to y wherever y is read, and its gradient is the sum of the gradient of y over each expert's rows.
 """
 
 from __future__ import annotations

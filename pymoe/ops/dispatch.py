@@ -60,7 +60,7 @@ _LIBRARY.impl("dispatch_out", _count_change, "ADInplaceOrView", with_keyset=True
 
 @canaries.canary
 def _edits_are_counted() -> canaries.Exercises:
-    """Exercise the names through which autograd notices that dispatch(out=) writes to a tensor."""
+    """Exercise the private names of torch through which autograd learns that dispatch(out=) writes to a tensor."""
     x, out = (torch.full((1, 1), value, dtype=torch.float64, device="cpu") for value in (1.0, 0.0))
     slot, offsets = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([[0]], [0, 1]))
     before = out._version

@@ -1,7 +1,8 @@
 """FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and tools that use it.
 
-Matrix products count two FLOPs for each multiplication and addition, and everything else counts zero, as torch counts
-its own operators. A formula gets only the shapes of tensors, so it counts every choice, even one that a capacity drops.
+As torch counts its own operators, a matrix product counts two FLOPs for each pair of a multiplication and an addition,
+and everything else counts zero. A formula gets only the shapes of tensors, so it counts every choice, even one that a
+capacity drops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calls of an operator's ``autograd.Function`` at the lowest cost: only the kernel runs if nothing is recorded.
+"""Calls of an operator's ``autograd.Function`` at the lowest cost: only the kernel runs if autograd records nothing.
 
-The transforms of :mod:`torch.func` require a ``setup_context``. With one, ``Function.apply`` binds the signature of
-``forward`` again in every call, which takes most of the time of a call with few tokens.
+The transforms of :mod:`torch.func` require a ``setup_context``. With one, ``Function.apply`` binds its arguments to the
+signature of ``forward`` in every call, which takes most of the time of a call with few tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pymoe._transforms import is_exporting
 _Function = type[torch.autograd.Function]
 
 _apply_of: dict[_Function, Callable[..., Any]] = {}
-"""Functions' inner ``apply`` methods, which the public ``apply`` calls in the end."""
+"""The inner ``apply`` method of each Function, which the public ``Function.apply`` calls in the end."""
 
 _REFUSAL = (
     "pymoe.ops: {} has no forward-mode derivative (jvp, jacfwd, hessian, forward_ad); pymoe.reference and "
@@ -33,12 +33,12 @@ _REFUSAL_IN_A_GRAPH = _REFUSAL.format("a graph of torch.compile")
 
 
 def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    """Call ``function`` for the elements of a batch, one after the other: a rule for :func:`torch.vmap`.
+    """Call ``function`` for each element of a batch in turn; partially applied, this is a rule for :func:`torch.vmap`.
 
     Args:
         function: takes ``args`` without their batch dimensions; it returns a tensor or a tuple of tensors.
         info: torch's description of the batch, of which only the size matters.
-        in_dims: the batch dimension of every argument; None if the argument is the same for all elements.
+        in_dims: the batch dimension of every argument; None for an argument that is the same for all elements.
         args: the arguments of the batch.
 
     Returns:
@@ -61,7 +61,7 @@ def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 @cache
 def _transformable(function: _Function) -> _Function:
-    """Return the Function with the methods that transforms need; torch.compile refuses Functions with them."""
+    """Return a subclass with the methods that transforms need. torch.compile refuses Functions that have them."""
 
     def refuse(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(_REFUSAL.format(function.__name__.strip("_")))
@@ -74,8 +74,8 @@ def _transformable(function: _Function) -> _Function:
 def is_recorded(*values: Any) -> bool:
     """Return whether a result that is computed from ``values`` may be differentiated.
 
-    This is possible if one of the tensors requires grad in grad mode, inside the transforms of :mod:`torch.func`,
-    inside a ``forward_ad.dual_level``, and in an exported graph, which may later get other tensors than its example.
+    This is so if one of the tensors requires grad in grad mode, inside the transforms of :mod:`torch.func`, inside a
+    ``forward_ad.dual_level``, and while a graph is exported, as the graph may later run on other tensors.
 
     Args:
         values: the arguments of a call: tensors, and anything else.
@@ -95,7 +95,7 @@ def is_transformed() -> bool:
 
 
 def is_differentiated(*values: Any) -> bool:
-    """Return whether a tensor requires grad in grad mode. Outside of transforms, autograd records only such calls."""
+    """Return whether grad mode is on and a tensor requires grad. Outside transforms, autograd records only then."""
     if is_grad_enabled():
         for value in values:  # a generator for any() would cost more than the answer
             if isinstance(value, Tensor) and value.requires_grad:
@@ -107,13 +107,13 @@ def call(function: _Function, *args: Any) -> Any:
     """Return ``function.apply(*args)``, or ``function.forward(*args)`` if nothing records the call.
 
     Under :func:`torch.vmap` the Function is called for each element of the batch in turn. Its static method
-    ``tangent(ctx, *tangents)`` gives forward-mode derivatives.
+    ``tangent(ctx, *tangents)``, if there is one, computes forward-mode derivatives.
 
     Args:
-        function: a Function with ``setup_context``, whose ``forward`` takes these arguments and changes none of them.
-            It returns new tensors or views of its arguments. If nothing is recorded, these are ordinary views, whose
-            in-place changes autograd follows. ``forward`` must not return an argument itself, which ``apply`` would
-            replace by a view.
+        function: a Function with ``setup_context``. Its ``forward`` takes these arguments, changes none of them, and
+            returns new tensors or views of its arguments. If nothing records the call, the results are ordinary views,
+            and autograd tracks in-place changes of them. ``forward`` must not return an argument itself, which
+            ``apply`` would replace by a view.
         args: all arguments of its ``forward``.
 
     Raises:
@@ -128,7 +128,7 @@ def call(function: _Function, *args: Any) -> Any:
     if are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _transformable(function).apply(*args)
     if is_grad_enabled():
-        for value in args:  # as is_differentiated does: a call of it would cost more
+        for value in args:  # the body of is_differentiated: calling it would cost more
             if isinstance(value, Tensor) and value.requires_grad:
                 return apply(function, *args)
     return function.forward(*args)

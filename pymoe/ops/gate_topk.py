@@ -1,7 +1,7 @@
 """gate_topk: native router gate. Contract: :func:`pymoe.reference.gate_topk`; kernels: csrc/kernels/gate_topk.h.
 
-The backward is one fused pass that recomputes the scores from the logits. Its own gradient is rarely needed
-(second-order optimisers, gradient penalties) and computed by torch operators.
+The backward is one fused pass that recomputes the scores from the logits. Its own gradient, which is rarely needed (for
+second-order optimisers and gradient penalties), is computed by torch operators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pymoe.reference.scores import SUM_FLOOR
 
 GATE_TOPK = torch.ops.pymoe.gate_topk.default
 GATE_ROUTING = torch.ops.pymoe.gate_routing.default
-"""The gate together with :func:`pymoe.ops.build_routing`, which on a GPU reuses the gate's counts to sort."""
+"""The gate and :func:`pymoe.ops.build_routing` in one operator; on a GPU, the sort reuses the gate's counts."""
 GATE_TOPK_BACKWARD = torch.ops.pymoe.gate_topk_backward.default
 
 
@@ -92,7 +92,7 @@ def gate_backward(
     Args:
         grad: (T, K), the gradient of the weights, contiguous.
         logits: (T, E).
-        experts: (T, K), the experts that the gate has chosen.
+        experts: (T, K) int32, the experts that the gate has chosen.
         options: from :func:`~pymoe._common.types.gate_backward_options`.
         narrow: round the gradient of float32 logits to bfloat16; the result is then not differentiable.
     """

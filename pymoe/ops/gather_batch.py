@@ -38,8 +38,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The formula is registered with the operator. A torch.autograd.Function, as other operators have, would not do: a list
-# may contain a tensor twice, and torch.compile cannot trace a Function that gets a tensor twice.
+# The backward is registered with the operator. Other operators have a torch.autograd.Function, but torch.compile cannot
+# trace a Function that gets the same tensor twice, and a list may contain a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

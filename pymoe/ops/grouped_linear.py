@@ -2,8 +2,7 @@
 
 Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
 
-The gradients of each of the three autograd functions below are computed by the same three functions, so a backward of
-any order runs on the native kernels.
+The three autograd functions below compute each other's gradients, so a backward of any order runs on native kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BIAS_GRAD = torch.ops.pymoe.grouped_linear_bias_grad.default
 
 
 class GroupedLinear(torch.autograd.Function):
-    """y[r] = weight[e] @ x[r] + bias[e] for the expert e of row r; rows are sorted by expert or listed in an order."""
+    """Computes y[r] = weight[e] @ x[r] + bias[e] for the expert e that owns row r, as :func:`grouped_linear` does."""
 
     # A pipeline may compute the gradient of x first and the other gradients later (pymoe.pipe.split_backward).
     backward_in_parts = True
@@ -64,7 +63,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class WeightGrad(torch.autograd.Function):
-    """dweight[e] = sum of the outer products grad[r] x[r] over the rows r of expert e."""
+    """Computes dweight[e], the sum of the outer products of grad[r] and x[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None, whole: bool) -> Tensor:
@@ -98,11 +97,11 @@ def weight_grad(
     strides: tuple[int, ...],
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Return the gradient of a weight (E, N, H) with the order of the weight's ``strides``.
+    """Return the gradient of a weight (E, N, H), laid out in memory like the weight, which has these ``strides``.
 
-    A gradient with other strides would be copied by autograd. So a transposed view of an (E, H, N) parameter gets a
-    transposed view of an (E, H, N) gradient. The bits are the same, because only the factors of each product swap
-    places. ``product`` computes the gradient: it is ``WeightGrad``, or its kernel alone.
+    Autograd would copy a gradient with a different layout. So for a transposed view of an (E, H, N) parameter, return a
+    transposed view of an (E, H, N) gradient. The bits are the same, because only the two factors of each product are
+    swapped. ``product`` computes the gradient: a call of ``WeightGrad``, or its kernel alone.
     """
     if strides[1] < strides[2]:
         return product(x, grad, offsets, order, whole).transpose(1, 2)
@@ -110,7 +109,7 @@ def weight_grad(
 
 
 class BiasGrad(torch.autograd.Function):
-    """dbias[e] = sum of grad[r] over the rows r of expert e."""
+    """Computes dbias[e], the sum of grad[r] over the rows r of expert e."""
 
     @staticmethod
     def forward(grad: Tensor, offsets: Tensor, order: Tensor | None) -> Tensor:
@@ -129,8 +128,8 @@ class BiasGrad(torch.autograd.Function):
 
 
 def rows_of_bias(bias: Tensor, offsets: Tensor, rows: int, order: Tensor | None = None) -> Tensor:
-    """Return (S, N), S = ``rows``: in every row the bias (N,) of its expert, and zeros in rows without an expert."""
-    # It is a grouped linear layer without input features.
+    """Return the bias of every row's expert, (rows, N) for ``bias`` (E, N); zeros for rows without an expert."""
+    # This is a grouped linear layer without input features.
     nothing, no_weight = bias.new_empty((rows, 0)), bias.new_empty((*bias.shape, 0))
     return call(GroupedLinear, nothing, no_weight, offsets, bias, order, False)  # type: ignore[no-any-return]
 
@@ -161,7 +160,7 @@ def raw(
 ) -> Tensor:
     """Return the result of :func:`grouped_linear`, without checks of the arguments.
 
-    Inside ``torch.autocast`` the operands are cast first.
+    Inside ``torch.autocast``, first cast the operands.
 
     Args:
         x: (S, H).
@@ -169,22 +168,22 @@ def raw(
         offsets: (E + 1,), contiguous.
         bias: (E, N), or None.
         order: (S,), contiguous, or None.
-        whole: true promises that ``offsets`` come straight from :func:`pymoe.ops.build_routing` and that every choice
-            has a row: there is no capacity, and there are no experts on other ranks. Without the promise, the GPU makes
-            offsets safe before torch's product reads them, and clears the rows that no expert owns afterwards; the
-            promise saves these two launches for each product. It is not checked on the GPU: if it is false, rows that
-            no expert owns may hold anything.
+        whole: True if ``offsets`` are an unchanged result of :func:`pymoe.ops.build_routing` and every choice has a
+            row, so that there is no capacity and there are no experts on other ranks. This saves two launches for each
+            product: one that brings offsets into range before torch's product reads them, and one that afterwards
+            clears the rows that no expert owns. The GPU does not check it: if it is wrong, rows that no expert owns may
+            have any values.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
 
 
 def leaves_bias(x: Tensor) -> bool:
-    """Return whether a layer leaves the biases of products of rows ``x`` to the operators after the products.
+    """Return whether a layer should leave the biases of its products to the operators that follow the products.
 
-    It does so where torch's grouped product, which adds no bias, multiplies such rows: in bfloat16 on GPUs of compute
-    capability 9.0 and 10.0. Then ``expert_activation`` adds the first bias and ``combine`` the second, in float32, to
-    rows that the product has rounded.
+    It should if torch's grouped product, which adds no bias, multiplies rows such as ``x``: in bfloat16 on GPUs of
+    compute capability 9.0 and 10.0. Then ``expert_activation`` adds the first bias and ``combine`` the second, in
+    float32, to rows that the product has rounded.
     """
     return x.dtype == torch.bfloat16 and not x.is_cpu and x.device.index is not None and _by_torch(x.device.index)
 
@@ -193,7 +192,7 @@ def _by_torch(device: int) -> bool:
     return load_operators().torch_multiplies(device)  # type: ignore[no-any-return]
 
 
-# Compiled code calls it once, while it is traced.
+# Dynamo calls the function while it traces, and treats the result as a constant.
 _by_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 

@@ -71,7 +71,7 @@ class check_indices:
 
 
 def are_on() -> bool:
-    """Return whether the debug mode is on, for callers of raw operators. (The functions below test this themselves.)"""
+    """Return whether the debug mode is on, for callers of raw operators; the functions below test it themselves."""
     return _enabled
 
 
@@ -93,7 +93,7 @@ def _to_check(operator: str, index: Tensor) -> bool:
 
 
 def experts_in_range(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """In debug mode, raise if a choice is negative or, without ``foreign_experts``, at least ``num_experts``."""
+    """In debug mode, raise if an index is negative or, without ``foreign_experts``, at least ``num_experts``."""
     if _to_check(operator, experts):
         check_experts(operator, experts, num_experts, foreign_experts)
 
@@ -105,7 +105,7 @@ def slots_in_range(operator: str, routing: Routing) -> None:
 
 
 def offsets_in_range(operator: str, offsets: Tensor, rows: int, argument: str = "offsets") -> None:
-    """In debug mode, raise if offsets do not partition ``rows`` rows."""
+    """In debug mode, raise unless ``offsets`` start at 0, never decrease, and end at ``rows`` or below."""
     if _to_check(operator, offsets):
         check_offsets(offsets.tolist(), rows, operator, argument)
 

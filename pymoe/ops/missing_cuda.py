@@ -1,4 +1,4 @@
-"""Raises an error with a remedy if operators without a CUDA kernel get CUDA tensors."""
+"""Makes operators without a CUDA kernel raise an error that names the alternatives if they get CUDA tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ refused: list[str] = []
 
 
 def register() -> None:
-    """Register, for every operator without a CUDA kernel, a kernel that raises an error with the remedy.
+    """Register a CUDA kernel that raises RuntimeError for every operator that has none, and list it in ``refused``.
 
     torch's own error would suggest a selective build as the cause, which is misleading.
     """

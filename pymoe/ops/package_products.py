@@ -1,12 +1,11 @@
-"""Hands grouped products on CUDA to another package if the user asks: DeepGEMM, or QuACK, whose products SonicMoE uses.
+"""Computes grouped products on CUDA with another package on request: DeepGEMM, or QuACK, which SonicMoE uses, too.
 
-Only the product of :func:`pymoe.ops.grouped_linear` is handed over, in the forward pass and for the gradient of ``x``.
-Gradients of weights, routing, activations and all other steps stay pymoe's. A product that the package does not take is
-refused: nothing falls back to another kernel without a word.
+The package computes only the product of :func:`pymoe.ops.grouped_linear`, in the forward pass and for the gradient of
+``x``. pymoe computes gradients of weights, routing, activations and all other steps. A product that the package does
+not support raises an error: nothing falls back to another kernel silently.
 
-Sources of the interfaces: DeepGEMM 1.0.0 (the layout of its groups) and transformers 5.23
-(``integrations/deepgemm.py``: its products of bfloat16); quack-kernels 0.6.5 (``quack/gemm_interface.py``); kernels
-0.17.2 (``get_kernel``).
+Sources of the interfaces: DeepGEMM 1.0.0 (layout of groups) and transformers 5.23 (``integrations/deepgemm.py``:
+DeepGEMM's products in bfloat16); quack-kernels 0.6.5 (``quack/gemm_interface.py``); kernels 0.17.2 (``get_kernel``).
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from pymoe._common.contracts import ROW_LIMIT
 Package = Literal["deep_gemm", "quack"]
 
 DEVICE = "cuda"
-"""The type of the devices whose products are handed over."""
+"""The type of the devices on which the package computes products."""
 GENERATIONS = (9, 10)
 """Major compute capabilities for which the packages have kernels: Hopper and Blackwell."""
 ALIGNMENT = 16
-"""Bytes to which both packages need operands and their rows to be aligned, since they copy them by TMA."""
+"""Alignment in bytes that both packages require of operands and of their rows, since they copy them by TMA."""
 
 chosen: Package | None = None
-"""The package that makes the products, or None; set by :class:`use_products_of`."""
+"""The package that computes the products, or None; set by :class:`use_products_of`."""
 
 
 class use_products_of:
-    """Let another package make the grouped products of bfloat16 on CUDA.
+    """Compute the grouped products of bfloat16 on CUDA with another package.
 
     The package's kernels then multiply the rows of experts wherever :func:`pymoe.ops.grouped_linear` does: in ``MoE``,
     ``Experts`` and ``apply_experts`` with the native backend, with expert parallelism, and in models of transformers
-    with ``experts_implementation="pymoe"``. Gradients of ``x`` are the package's products, too; those of weights stay
-    pymoe's. Tensors on the CPU and quantised weights are not affected. The bits are those of the package: what
-    :func:`pymoe.ops.grouped_linear` promises of them does not hold. **No GPU has run this yet**: its tests call
-    stand-ins that compute on the CPU what the packages document.
+    with ``experts_implementation="pymoe"``. The package also computes the gradients of ``x``; pymoe still computes
+    those of weights. Tensors on the CPU and quantised weights are not affected. The results have the package's bits, so
+    the promises of :func:`pymoe.ops.grouped_linear` about bits do not apply. **No GPU has run this yet**: its tests
+    call stand-ins that compute on the CPU what the packages document.
 
-    While a package is chosen, products on CUDA must be those that it takes. The others raise: other dtypes than
-    bfloat16, biases, rows in a given order, features that are no multiple of 8, weights that are neither contiguous nor
-    a transposed view of contiguous ones, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
-    DeepGEMM a second GPU in one process, because its kernels belong to one. On compute capability 9.0 and 10.0 layers
-    hand over no biases: the operators after the products add them, as after torch's product.
+    While a package is chosen, products on CUDA that it does not support raise: dtypes other than bfloat16, biases, rows
+    in a given order, numbers of features that are not multiples of 8, weights that are neither contiguous nor a
+    transposed view of a contiguous tensor, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
+    DeepGEMM a second GPU in one process, because its kernels are built for one GPU. On compute capability 9.0 and 10.0
+    layers do not pass biases to the products: the operators after the products add them, as after torch's product.
 
-    Calling it sets the choice of the process; as a context manager it restores the former choice at the end. A backward
-    pass follows the choice at its own time or, in a graph of ``torch.compile``, that at the time of its forward pass.
+    Calling this sets the choice for the process; as a context manager it restores the former choice at the end. A
+    backward pass uses the choice at the time when it runs; in a graph of ``torch.compile``, that of its forward pass.
 
     Args:
         package: ``"deep_gemm"`` for DeepGEMM: the installed module ``deep_gemm``, or else, if the package ``kernels``
@@ -98,10 +97,10 @@ class use_products_of:
 def product(
     package: Package, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, order: Tensor | None
 ) -> Tensor:
-    """Return ``grouped_linear`` of these operands, computed by a package that has been chosen before.
+    """Return ``grouped_linear`` of these operands, computed by a package.
 
     Args:
-        package: the package.
+        package: a package that :class:`use_products_of` has loaded.
         x: (S, H) bfloat16.
         weight: (E, N, H) bfloat16.
         offsets: (E + 1,) int32. Values that are out of range or decrease are brought into range.
@@ -113,7 +112,7 @@ def product(
 
     Raises:
         TypeError: the dtype is not bfloat16.
-        ValueError: the package does not take such operands.
+        ValueError: the package does not support such operands.
         RuntimeError: the GPU is not one for which the package has kernels.
     """
     if x.dtype != torch.bfloat16:
@@ -125,8 +124,8 @@ def product(
     return result
 
 
-# A custom operator, so that torch.compile does not look into the packages. Its namespace is its own, because operators
-# of pymoe without a CUDA kernel are given one that refuses (missing_cuda.py).
+# A custom operator, so that torch.compile does not trace into the packages. It has a namespace of its own, because
+# missing_cuda.py registers a kernel that raises for each operator of the namespace pymoe without a CUDA kernel.
 @torch.library.custom_op("pymoe_packages::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, package: str) -> Tensor:
     y = x.new_zeros((x.shape[0], weight.shape[1]))
@@ -144,7 +143,7 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor, package: str) -> Tensor:
 
 
 def _check(package: str, x: Tensor, weight: Tensor) -> None:
-    """Raise unless the package takes these operands on this device."""
+    """Raise unless the package supports these operands on this device."""
     major, minor = torch.cuda.get_device_capability(x.device)
     if major not in GENERATIONS:
         raise RuntimeError(
@@ -164,7 +163,7 @@ def _check(package: str, x: Tensor, weight: Tensor) -> None:
 
 
 class _DeepGemm(NamedTuple):
-    """What is used of DeepGEMM."""
+    """The parts of DeepGEMM that are used here."""
 
     nt: Callable[..., None]
     """``nt(a, b, d, layout, use_psum_layout=...)`` writes a (M, K) times the transposed b[e] of b (E, N, K) into d."""
@@ -196,27 +195,30 @@ def _deep_gemm_module() -> ModuleType:
 
 
 class ContiguousLayout(NamedTuple):
-    """Where DeepGEMM's "contiguous layout" has the rows of every expert: from a multiple of the alignment on.
+    """DeepGEMM's "contiguous layout": the rows of every expert start at a multiple of the alignment in a padded buffer.
 
-    The bounds come from a tensor on the device, so the number of places is the most that may be needed.
+    The host does not read the bounds, which are on the device, so the buffer has as many rows as may be needed at most.
     """
 
     place: Tensor
-    """(S,) int64: the place of every row. Rows of no expert are placed after all experts."""
+    """(S,) int64: the index in the buffer of every row. Rows of no expert come after those of all experts."""
     experts: Tensor
-    """(places,) int32: the expert of every place, padding included; -1 for places after all experts. Every block of
-    ``alignment`` places has a single value."""
+    """(rows of the buffer,) int32: the expert of every row, including padding; -1 after the rows of all experts. It is
+    constant in every block of ``alignment`` rows."""
     ends: Tensor
-    """(E,) int32: where the padded rows of every expert end."""
+    """(E,) int32: the index at which the padded rows of every expert end."""
 
 
 def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLayout:
     """Return the layout of rows that are sorted by expert.
 
     Args:
-        bounds: (E + 1,) int32: from 0, non-decreasing, at most ``rows``.
+        bounds: (E + 1,) int32: starts at 0, never decreases, and is at most ``rows``.
         rows: S, the number of rows.
-        alignment: the multiple at which every expert's rows begin.
+        alignment: each expert's rows begin at a multiple of this.
+
+    Raises:
+        ValueError: the layout would have 2^31 rows or more.
     """
     experts = bounds.shape[0] - 1
     blocks = -(-(rows + min(rows, experts) * (alignment - 1)) // alignment)
@@ -227,7 +229,7 @@ def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLa
     sizes = bounds.diff()
     ends = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
     number = torch.arange(rows, dtype=torch.int32, device=bounds.device)
-    padding = pad(ends, (1, 0)) - bounds  # (E + 1,): how far an expert's rows move; the last moves rows of no expert
+    padding = pad(ends, (1, 0)) - bounds  # (E + 1,): shift of each expert's rows; the last is for rows of no expert
     place = number + padding[torch.searchsorted(bounds[1:], number, right=True)]
     begin = torch.arange(0, blocks * alignment, alignment, dtype=torch.int32, device=bounds.device)
     owner = torch.searchsorted(ends, begin, right=True)
@@ -236,7 +238,7 @@ def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLa
 
 
 _device_of_deep_gemm: list[torch.device] = []
-"""The device of the first product."""
+"""The device of DeepGEMM's first product in this process; empty before it."""
 
 
 def _by_deep_gemm(deep_gemm: _DeepGemm, x: Tensor, weight: Tensor, bounds: Tensor, y: Tensor) -> Tensor:
@@ -251,7 +253,7 @@ def _by_deep_gemm(deep_gemm: _DeepGemm, x: Tensor, weight: Tensor, bounds: Tenso
     padded = x.new_zeros((places, x.shape[1])).index_copy_(0, layout.place, x)
     out = y.new_zeros((places, y.shape[1]))
     blackwell = torch.cuda.get_device_capability(x.device)[0] == 10
-    groups = layout.ends if blackwell else layout.experts  # as transformers hands them over
+    groups = layout.ends if blackwell else layout.experts  # as transformers passes them
     multiply, b = (deep_gemm.nt, weight) if weight.is_contiguous() else (deep_gemm.nn, weight.transpose(1, 2))
     multiply(padded, b, out, groups, use_psum_layout=blackwell)
     return out.index_select(0, layout.place)
@@ -272,7 +274,7 @@ def _load_quack() -> Callable[..., Tensor]:
 def _by_quack(gemm: Callable[..., Tensor], x: Tensor, weight: Tensor, bounds: Tensor, y: Tensor) -> Tensor:
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
-    # Tuning would choose the kernel, and so the bits, by its time.
+    # With tuning, measured times would choose the kernel, and the kernel determines the bits.
     gemm(x, weight.transpose(1, 2), out=y, cu_seqlens_m=bounds, tuned=False)
     return y
 
@@ -289,4 +291,4 @@ def _found(module: ModuleType, name: str) -> Any:
 _LOADERS: dict[str, Callable[[], Any]] = {"deep_gemm": _load_deep_gemm, "quack": _load_quack}
 _PRODUCTS: dict[str, Callable[..., Tensor]] = {"deep_gemm": _by_deep_gemm, "quack": _by_quack}
 _loaded: dict[str, Any] = {}
-"""The functions of each package that has been chosen."""
+"""The functions of each package that has been chosen so far."""

@@ -24,7 +24,7 @@ INPUT_GRAD = torch.ops.pymoe.quantized_linear_input_grad.default
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """y[r] = W[e] @ x[r] + bias[e] for the expert e of row r; the weights W are packed and get no gradient."""
+    """Computes y[r] = W[e] @ x[r] + bias[e] for the expert e of row r; the packed weights W get no gradient."""
 
     tangent = staticmethod(refuse_tangents)
 
@@ -54,7 +54,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 class InputGrad(torch.autograd.Function):
-    """dx[r] = W[e].T @ grad[r] for the expert e of row r."""
+    """Computes dx[r] = W[e].T @ grad[r] for the expert e of row r."""
 
     @staticmethod
     def forward(grad: Tensor, packed: Tensor, offsets: Tensor | None, number: int, input_features: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""quantize_weight: native rounding and packing of weights. Unpacking, and packing of codes, has no kernels.
+"""quantize_weight: native rounding and packing of weights. Packing of codes and unpacking have no kernels.
 
 Contract: :func:`pymoe.reference.quantize_weight`; kernel: csrc/kernels/quantized_weight.h.
 """
@@ -17,7 +17,7 @@ __all__ = ["dequantize_weight", "pack_weight", "quantize_weight", "unpack_weight
 
 
 def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
-    if format in PACKED_ONLY:  # sizes alone, for the meta device
+    if format in PACKED_ONLY:  # allowed on the meta device only, where just the sizes matter
         return reference(weight, bits, format)
     check_quantize_weight(weight, bits, format)
     _, outputs, inputs = weight.shape

@@ -1,8 +1,8 @@
-"""The operators without their checks, for a caller that has made the arguments itself or has checked them already.
+"""The operators without argument checks, for a caller that has made the arguments itself or has checked them already.
 
 :mod:`pymoe.ops` checks all arguments. A layer checks its own arguments once, and what it makes from them is valid: for
-example, the operators need not check again a routing that the layer has just built. Invalid arguments still cannot
-corrupt memory, since the native operators guard against that; the errors are then those of the native operators.
+example, the operators need not check a routing that the layer has just built. Invalid arguments still cannot corrupt
+memory: the native operators raise errors of their own, or skip bad indices.
 """
 
 from pymoe.ops.build_routing import raw as build_routing

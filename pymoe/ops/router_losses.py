@@ -1,7 +1,7 @@
 """router_losses: native auxiliary losses of a router.
 
-Contract: :func:`pymoe.reference.router_losses`; kernels: csrc/kernels/router_losses.h. Forward and backward are one
-fused pass over the logits each. The backward's own gradient is rarely needed and computed by torch operators.
+Contract: :func:`pymoe.reference.router_losses`; kernels: csrc/kernels/router_losses.h. Forward and backward are each
+one fused pass over the logits. The backward's own gradient, which is rarely needed, is computed by torch operators.
 """
 
 from __future__ import annotations

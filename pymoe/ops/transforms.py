@@ -1,4 +1,4 @@
-"""Higher derivatives: computes gradients that autograd and the transforms of torch.func can differentiate again."""
+"""Computes gradients that autograd and the transforms of torch.func can differentiate again."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...],
     if not torch.compiler.is_compiling():
         create_graph = create_graph and any(value.requires_grad for value in (grad, *inputs))
     with torch.enable_grad():
-        # Differentiate aliases, because one of the inputs may have been computed from another.
+        # Differentiate with respect to aliases, because one of the inputs may have been computed from another.
         aliases = [value.view_as(value) if value.requires_grad else value.detach().requires_grad_() for value in inputs]
         return torch.autograd.grad(function(*aliases), aliases, grad, create_graph=create_graph, materialize_grads=True)

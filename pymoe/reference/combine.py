@@ -21,8 +21,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
     dropped choice adds nothing, whatever its weight.
 
     With ``bias``, ``y[s] + bias[e]`` takes the place of ``y[s]``, for the expert e that owns row s:
-    ``routing.offsets[e] <= s < routing.offsets[e + 1]``. This sum is in the dtype of the sum over k. It is for a ``y``
-    from a product without a bias.
+    ``routing.offsets[e] <= s < routing.offsets[e + 1]``, added in the dtype of the sum over k. Pass it if ``y`` was
+    computed without the bias.
 
     Args:
         y: (S, H), S = ``len(routing.token)``, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
@@ -35,8 +35,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
         (T, H), the dtype of ``y``. Differentiable in ``y`` (the gradient of a row is its weight times the gradient
         of its token; zero past ``routing.offsets[-1]``, and unspecified where no choice owns a row before that), in
         ``weights`` (the inner product of the token's gradient and the choice's row, which includes the bias; zero where
-        dropped) and in ``bias`` (the sum of the gradient of ``y`` over the rows of the expert; so it is unspecified
-        where no choice owns one of these).
+        dropped) and in ``bias`` (the sum of the gradient of ``y`` over the rows of the expert; unspecified if no choice
+        owns one of these rows).
 
     Raises:
         TypeError: a dtype is not as above.

@@ -20,8 +20,8 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     Args:
         x: (T, H), any floating dtype.
         routing: from :func:`build_routing` for the same T, or made by hand: ``slot`` names each row at most once.
-        out: (S, H), contiguous, the dtype and device of ``x``, not overlapping it: a buffer to fill instead of fresh
-            memory. Nothing is recorded for the backward, so neither tensor may require a gradient then (except under
+        out: (S, H), contiguous, with the dtype and device of ``x``, not overlapping ``x``: a buffer to fill instead of
+            fresh memory. No backward is recorded, so neither ``x`` nor ``out`` may require a gradient (except under
             :func:`torch.no_grad`).
 
     Returns:

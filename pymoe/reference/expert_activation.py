@@ -24,10 +24,7 @@ def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
 
 
 def bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """Return (S, N), S = ``rows``: in every row the bias of its expert, and zeros in rows without an expert.
-
-    They are in the dtype of sums, float32 or float64.
-    """
+    """Return the bias of every row's expert, (rows, N) float32 or float64; zeros for rows without an expert."""
     numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     experts = torch.searchsorted(offsets[1:].contiguous(), numbers, right=True)
     wide = bias.to(torch.promote_types(bias.dtype, torch.float32))
@@ -35,7 +32,7 @@ def bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
 
 
 def clamped(gate: Tensor, up: Tensor, kind: ClampedSwiglu) -> tuple[Tensor, Tensor]:
-    """Return gate and up, clamped to the limits of ``kind``; ``kind.up_offset`` is then added to up.
+    """Clamp gate and up to the limits of ``kind``, then add ``kind.up_offset`` to up; return both.
 
     The gradient is 0 outside of the limits.
     """
@@ -64,11 +61,10 @@ def expert_activation(
       them.
 
     With ``bias``, ``h[r] + bias[e]`` takes the place of ``h[r]``, for the expert e that owns row r. A row past
-    ``offsets[-1]`` has no expert, and its bias is zero. This is for a ``h`` from a product without a bias.
+    ``offsets[-1]`` has no expert, and its bias is zero. Pass it if ``h`` was computed without the bias.
 
-    Computed in float32 (float64 for float64) from ``h`` and ``bias`` and rounded once, forward and backward alike; the
-    backward recomputes from these and saves nothing else. NaN stays NaN; a row of the result depends on the same row of
-    ``h`` alone, and on its bias.
+    Forward and backward compute in float32 (float64 for float64) from ``h`` and ``bias``, and round once; nothing else
+    is saved for the backward. NaN stays NaN; a row of the result depends only on the same row of ``h`` and on its bias.
 
     Args:
         h: (S, 2F) for gated kinds, else (S, F); any floating dtype. With ``bias``, rows are sorted by expert.
@@ -84,7 +80,7 @@ def expert_activation(
     Raises:
         TypeError: a tensor does not have a dtype as above, ``kind`` is neither a string nor a ``ClampedSwiglu``, or a
             field of the latter is of the wrong kind.
-        ValueError: ``kind`` is unknown, one of its numbers is out of range, a shape or device does not fit, one of
+        ValueError: ``kind`` is unknown, one of its fields is out of range, a shape or device does not fit, one of
             ``bias`` and ``offsets`` is missing, or ``offsets`` does not start at 0 or decreases.
         IndexError: ``offsets`` ends past S.
 

@@ -83,9 +83,9 @@ def erfc_in_fixed_steps(v: Tensor) -> Tensor:
 
 
 def log_in_fixed_steps(x: Tensor) -> Tensor:
-    """Return the natural logarithm of float64 values that are normal and positive, infinity or NaN.
+    """Return the natural logarithm of float64 values: positive normal numbers, infinity or NaN.
 
-    Not differentiable. x = 2^k (1 + f), and log(1 + f) by a polynomial in f / (2 + f).
+    Not differentiable. With x = 2^k (1 + f), a polynomial in f / (2 + f) gives log(1 + f).
     """
     bits = x.view(torch.int64)
     shift = bits - 0x3FE6A09E00000000  # upper 32 bits of 1 / sqrt 2, so that 1 / sqrt 2 <= 1 + f < sqrt 2
@@ -101,7 +101,7 @@ def log_in_fixed_steps(x: Tensor) -> Tensor:
 
 
 def sum_in_tree(values: Tensor, dim: int) -> Tensor:
-    """Return the sum over ``dim``: the upper half is added to the lower, then the upper quarter, and so on."""
+    """Return the sum over ``dim``: add the upper half to the lower half, and repeat this until one element is left."""
     count = values.shape[dim]
     if count == 0:
         return values.sum(dim)
@@ -115,7 +115,7 @@ def sum_in_tree(values: Tensor, dim: int) -> Tensor:
 
 
 def sum_in_order(values: Tensor, dim: int) -> Tensor:
-    """Return the sum over ``dim``, from +0, one element after the other."""
+    """Return the sum over ``dim``: add one element after the other, starting from +0."""
     total = torch.zeros_like(values.select(dim, 0)) if values.shape[dim] else values.sum(dim)
     for part in values.unbind(dim):
         total = total + part
@@ -123,7 +123,10 @@ def sum_in_order(values: Tensor, dim: int) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """Return ``function.apply(*args)``, unless torch.compile would differentiate the steps of its ``forward``."""
+    """Return ``function.apply(*args)``.
+
+    Raise NotImplementedError if torch.compile traces the call in forward mode: its graph would have no ``jvp``.
+    """
     if is_compiling() and in_forward_mode():
         raise NotImplementedError(
             "pymoe.reference: a graph of torch.compile has no forward-mode derivative (jvp, jacfwd, hessian, "
@@ -134,7 +137,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Repeats ``value`` along a new dimension, with its own gradient: that of ``expand`` is a sum in torch's order."""
+    """Repeats ``value`` along a new dimension. Its gradient is a sum in a fixed order, unlike that of ``expand``."""
 
     generate_vmap_rule = True
 
@@ -161,8 +164,8 @@ class _Spread(torch.autograd.Function):
 def spread(value: Tensor, dim: int, size: int, *, in_order: bool = False) -> Tensor:
     """Repeat ``value`` ``size`` times along a new dimension ``dim``; gradients are added in a fixed order.
 
-    The order is the same as in :func:`sum_in_order` if ``in_order``, else as in :func:`sum_in_tree`; the sum is in
-    float32, or float64 for float64.
+    The order is that of :func:`sum_in_order` if ``in_order``, else that of :func:`sum_in_tree`; the sum is in float32
+    (float64 for float64).
     """
     return _apply(_Spread, value, dim, size, in_order)
 
@@ -172,7 +175,7 @@ def _along_rows(value_T1: Tensor, like_TE: Tensor) -> Tensor:
 
 
 class _SymmetricFunction(torch.autograd.Function):
-    """A function with a symmetric Jacobian: the product with it is both the backward and the forward derivative.
+    """A function with a symmetric Jacobian, so the same product serves as its backward and its forward derivative.
 
     ``name`` is a key of :data:`_VALUES` and :data:`_PRODUCTS`.
     """
@@ -254,13 +257,13 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Return x Phi(x), the exact form; Phi is the normal distribution function, in float64 for float32 too."""
+    """Return x Phi(x), the exact form; Phi, the normal distribution function, is computed in float64 in any case."""
     wide = x.to(torch.float64)
     return (wide * _apply(_SymmetricFunction, wide, "normal_cdf")).to(x.dtype)
 
 
 def divided_rows(x: Tensor, divisors: Tensor) -> Tensor:
-    """Return (T, E) rows divided by (T, 1) numbers."""
+    """Return the rows of ``x``, (T, E), divided by ``divisors``, (T, 1)."""
     return x / _along_rows(divisors, x)
 
 

@@ -58,8 +58,8 @@ def gate_topk(
 
     **The choice.** Experts are chosen by ``score(logits) + bias``, best first. Without bias and groups the logits give
     the same order, and the choice is made on the logits themselves. With ``num_groups``, the experts form that many
-    groups of consecutive experts; a group's score is the sum of its two best choice scores (of its only one if it
-    holds one expert); experts outside the ``topk_groups`` best groups are never chosen (DeepSeek-V3).
+    groups of consecutive experts; a group's score is the sum of its two best choice scores (or its only one if it has
+    one expert); experts outside the ``topk_groups`` best groups are never chosen (DeepSeek-V3).
     The order is total. Ties between experts, and between groups, go to the lower index; -0 ties with +0; every NaN
     comes before all numbers and ties with every other NaN. So the experts of a token are distinct for any logits.
 

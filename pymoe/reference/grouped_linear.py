@@ -20,9 +20,10 @@ def grouped_linear(
 
     With ``order`` the rows need not be sorted in memory: the r-th sorted row is row ``order[r]`` of both ``x`` and
     ``y``, so ``y[order[r]] = weight[e] @ x[order[r]] + bias[e]``. Rows that ``order[:offsets[-1]]`` does not name
-    belong to no expert. This saves a sorted copy of ``x`` and the copy back. It changes no bit of outputs or gradients,
-    since sums over an expert's rows run in the given order, except on CUDA in bfloat16, where torch may multiply sorted
-    rows and rounds its sums differently. ``Routing.token`` is an order if every token has one choice.
+    belong to no expert. This saves a sorted copy of ``x`` and the copy back. Outputs and gradients have the same bits
+    as with sorted copies, since sums over an expert's rows run in the given order, except on CUDA in bfloat16, where
+    torch may multiply sorted rows and rounds its sums differently. ``Routing.token`` is an order if every token has
+    exactly one choice.
 
     Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
     same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row
@@ -35,7 +36,7 @@ def grouped_linear(
         offsets: (E + 1,) int32, starting at 0, non-decreasing, at most S.
         bias: (E, N), the dtype of ``x``, or None.
         order: (S,) int32, or None for rows that are sorted. The first ``offsets[-1]`` values lie in [0, S) and name no
-            row twice; the others are not read. An ``x`` that is not contiguous is copied first.
+            row twice; the others are not read. With an order, an ``x`` that is not contiguous is copied first.
 
     Returns:
         (S, N), the dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``, any number of times.

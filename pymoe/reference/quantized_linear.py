@@ -16,7 +16,7 @@ from pymoe.reference.grouped_linear import grouped_linear
 from pymoe.reference.quantized_weight import dequantize_weight, fused_multiply_add, unpack, wide_weights
 
 LARGEST_CODE = 127 * 256 + 127
-"""Largest code of an activation: two signed bytes, so that a kernel may multiply them one after the other."""
+"""Largest code of an activation. It consists of two signed bytes, so that a kernel may multiply one byte at a time."""
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -28,23 +28,23 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
 
     A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is a power of two,
     chosen so that the block's largest magnitude becomes an integer of 16320 to 32639 (steps stop at 2**-114). An
-    activation moves by at most 1/32639 of the largest in its block, and bfloat16 values of at least 1/64 of the largest
-    do not change. Products with the codes of the weights are added up exactly, as integers: over a block of 128 with 8
-    bits, over a group of 32 with 4 bits. These sums become float32 and are multiplied by their scales and added in the
-    order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
+    activation changes by at most 1/32639 of the largest in its block, and bfloat16 values of at least 1/64 of the
+    largest do not change. Products with the codes of the weights are added up exactly, as integers: over a block of 128
+    inputs with 8 bits, over a group of 32 with 4 bits. These sums become float32, are multiplied by their scales, and
+    are added in the order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
 
-    The integers of mxfp4 are twice the values, -12 to 12; the 2 is taken out again with the step. A scale that is NaN
-    makes its output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs infinite or
-    NaN that would be finite otherwise.
+    In mxfp4 the integers are twice the values, -12 to 12; half the step makes up for it. A scale that is NaN makes its
+    output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs infinite or NaN that
+    would be finite otherwise.
 
-    Rows are not rounded at fp8: they become float32. In each block of 128 inputs the products with the values of the
-    codes are added up by fused multiply-adds in float32, in the order of the inputs and beginning with zero; the sums
-    are multiplied by their scales and added in the order of the blocks, each step rounded. NaN and infinities go the
-    way of this arithmetic, and a code or scale that is NaN makes its output NaN in every row.
+    In fp8 rows are not rounded to integers, but become float32. In each block of 128 inputs, fused multiply-adds in
+    float32 add up the products with the values of the codes, in the order of the inputs, beginning with zero; the sums
+    are multiplied by their scales and added in the order of the blocks, each step rounded. NaN and infinities propagate
+    as in this arithmetic, and a code or scale that is NaN makes its output NaN in every row.
 
-    The formats affine8, affine4 and symmetric8 do the same with their weights, ``scale * code + offset`` or
-    ``scale * code`` rounded once, in place of values of codes, and have no scales of blocks: the sums of the blocks are
-    added as they are. A scale or offset that is NaN or infinite makes its output NaN or infinite in every row.
+    In affine8, affine4, affine2 and symmetric8 the same is done with the weights, ``scale * code + offset`` or
+    ``scale * code`` rounded once, in place of the values of codes; as blocks have no scales, their sums are just added.
+    A scale or offset that is NaN or infinite makes its output NaN or infinite in every row.
 
     The result is exact: the same bits on every processor. A row of ``y`` depends on its own row of ``x`` alone, not on
     the rows around it nor on the number of threads. Inside ``torch.autocast`` ``x`` and ``bias`` are cast as
@@ -94,7 +94,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
 
 
 def bounds_of(rows: Tensor) -> Tensor:
-    """Return the offsets of one expert to which all rows belong."""
+    """Return the offsets, (2,) int32, of a single expert that owns all rows."""
     return torch.arange(2, dtype=torch.int32, device=rows.device) * rows.shape[0]
 
 
@@ -154,9 +154,9 @@ def _multiply(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, w
 
 
 def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, number: int) -> Tensor:
-    """Return products (rows, N) with weights whose codes are, or stand for, integers; see :func:`quantized_linear`."""
+    """Return the products (rows, N) with weights in integers or in MXFP4; see :func:`quantized_linear`."""
     if number == 14:
-        codes = codes * 2  # integers
+        codes = codes * 2  # multiples of 1/2 become integers
     integers, steps = round_rows(x)
     inputs = codes.shape[1]
     y = x.new_zeros(x.shape[0], codes.shape[0], dtype=torch.float32)
@@ -175,10 +175,10 @@ def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor 
 
 
 def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
-    """Return products (rows, N) with weights, or with values whose blocks of inputs have a scale each; see
-    :func:`quantized_linear`.
+    """Return the products (rows, N) with ``values``, scaled by ``scale`` for each block of inputs if it is given.
 
-    Blocks do not depend on each other, so a step takes the next input of all of them, for rows that a cache holds.
+    See :func:`quantized_linear`. Blocks do not depend on each other, so each step takes the next input of all blocks.
+    Rows are processed in parts that fit into a cache.
     """
     outputs, blocks = len(values), up(values.shape[1], BLOCK) // BLOCK
     left = F.pad(x, (0, blocks * BLOCK - x.shape[1])).view(len(x), 1, blocks, BLOCK)
@@ -188,9 +188,9 @@ def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
-    # Values of e4m3 have 4 significant bits. If x has 20, and is neither too small nor too large, its products have 24:
-    # they are exact in float32, and multiplying and adding is the same as the fused operation. Rows of bfloat16 and
-    # float16 are such.
+    # Values of e4m3 have 4 significant bits. If x has 20, and is neither too small nor too large, products have 24:
+    # they are exact in float32, and multiplying and adding gives the bits of the fused operation. This is so for x in
+    # float16, and for x in bfloat16 within these bounds.
     size = left.abs()
     fit = ((left.view(torch.int32) & 15) == 0) & ((size == 0) | ((size >= 2.0**-117) & (size < 2.0**119)))
     exact = scale is not None and bool(fit.all())
@@ -204,7 +204,10 @@ def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of ``x`` as integers (rows, inputs) float64, padded to whole blocks, and steps (rows, blocks)."""
+    """Round ``x`` to integers times a step for each row and block.
+
+    Return the integers, (rows, inputs) float64 with inputs padded to whole blocks, and the steps, (rows, blocks).
+    """
     rows, inputs = x.shape
     wide = F.pad(x.float(), (0, up(inputs, BLOCK) - inputs)).view(rows, up(inputs, BLOCK) // BLOCK, BLOCK)
     largest = wide.abs().amax(dim=2)

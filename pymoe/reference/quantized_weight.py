@@ -1,50 +1,50 @@
-"""Weights of linear layers in 8, 4 or 2 bits, laid out for the kernels: rounded, or packed as checkpoints hold them.
+"""Weights of linear layers in 8, 4 or 2 bits, in the kernels' layout: rounded here, or taken over from a checkpoint.
 
 **int8**: one scale for each output row; ``w = scale * (code - 128)`` with codes 1 to 255.
 **int4**: a scale and a minimum for each group of 32 inputs of an output row; ``w = scale * code + minimum`` with
-codes 0 to 15. They are integers of 6 bits, s and m, times two float16 factors that the 8 groups of a super-block
-share, and times a power of two of the row: ``scale = 2**(p - 127) * d * s``, ``minimum = -2**(p - 127) * dmin * m``.
-Super-blocks with p = 127 are the blocks of llama.cpp's Q4_K. A weight takes 4.5 bits in all if super-blocks are full,
-and a row 8 bits for p.
-**mxfp4**: a scale for each group of 32 inputs of an output row; ``w = 2**(scale - 127) * value``, where a code holds
-the sign of a value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
+codes 0 to 15. Scale and minimum are integers of 6 bits, s and m, times the float16 factors d and dmin, which the 8
+groups of a super-block share, and times a power of two for the row: ``scale = 2**(p - 127) * d * s`` and
+``minimum = -2**(p - 127) * dmin * m``. Super-blocks with p = 127 are the blocks of llama.cpp's Q4_K. A weight takes
+4.5 bits in all if super-blocks are full, and a row another 8 bits for p.
+**mxfp4**: a scale for each group of 32 inputs of an output row; ``w = 2**(scale - 127) * value``. A code has the sign
+of the value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
 takes 4.25 bits in all. The scale is a byte (e8m0), and 255 is NaN. This is MXFP4 of the OCP Microscaling Formats (MX)
 Specification 1.0.
 **fp8**: a scale for each block of 128 inputs of an output row; ``w = scale * value`` with float32 scales and codes of
-8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 2**-9 to 448, subnormals
-included, and 0, there is no infinity, and 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as
-those of DeepSeek-V3 have one scale for 128 outputs and 128 inputs, which the outputs then share.
+8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 0 and, subnormals included,
+2**-9 to 448; there is no infinity; 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as those
+of DeepSeek-V3 have one scale for 128 outputs and 128 inputs; it is repeated for each of these outputs.
 **affine8**, **affine4**, **affine2**: a scale and an offset for each group of inputs of an output row;
-``w = scale * code + offset`` with float32 scales and offsets of any sign, rounded once, to float32. With 8 bits, codes
+``w = scale * code + offset``, rounded once, to float32, with float32 scales and offsets of any sign. With 8 bits, codes
 are 0 to 255 and groups have 32 inputs, and a weight takes 10 bits in all; with 4 bits, codes are 0 to 15 and groups
 have 128 inputs, and a weight takes 4.5 bits; with 2 bits, codes are 0 to 3 and groups have 16 inputs, and a weight
-takes 6 bits. No weights are rounded to these formats: they hold, without loss, what other programs have rounded. Q8_0,
-Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8, integers of 4 bits with groups of 128 inputs or more, as
-AWQ and GPTQ have them, into affine4, and Q2_K of GGUF files into affine2.
-**symmetric8**: a scale for each group of 16 inputs of an output row; ``w = scale * code`` with float32 scales of any
-sign and codes of -128 to 127, rounded once, to float32. A weight takes 10 bits in all. No weights are rounded to it,
-either. Q6_K, Q3_K, IQ4_NL and IQ4_XS of GGUF files fit into it.
+takes 6 bits. pymoe rounds no weights to these formats: they represent, without loss, weights that other programs have
+rounded. Q8_0, Q5_0, Q5_1, Q5_K, Q4_0 and Q4_1 of GGUF files fit into affine8; integers of 4 bits with groups of 128
+inputs or more, as in AWQ and GPTQ, fit into affine4; Q2_K of GGUF files fits into affine2.
+**symmetric8**: a scale for each group of 16 inputs of an output row; ``w = scale * code``, rounded once, to float32,
+with float32 scales of any sign and codes -128 to 127. A weight takes 10 bits in all. pymoe rounds no weights to this
+format, either. Q6_K, Q3_K, IQ4_NL and IQ4_XS of GGUF files fit into it.
 
-Outputs are cut into tiles of :data:`TILE`, and a tile is one run of bytes, in the order in which a kernel reads it::
+Outputs are cut into tiles of :data:`TILE`, and a tile is contiguous bytes, in the order in which a kernel reads them::
 
     int8     64 scales (float32), then for every 4 inputs: 64 outputs x 4 codes
     int4     64 powers p (bytes), then for every 256 inputs: 64 d, 64 dmin (float16), 3 x 64 words of 32 bits, and for
-             every 8 of them: 64 outputs x 4 bytes, where byte b holds the code of input b in its lower half and that
+             every 8 of them: 64 outputs x 4 bytes, where byte b has the code of input b in its lower half and that
              of input 4 + b in its upper half
-    mxfp4    for every 32 inputs: 64 scales (bytes), then codes as those of int4
+    mxfp4    for every 32 inputs: 64 scales (bytes), then codes as in int4
     fp8      for every 128 inputs: 64 scales (float32), then for every input: 64 codes
     affine8  for every 32 inputs: 64 scales, 64 offsets (float32), then for every input: 64 codes
     affine4  for every 128 inputs: 64 scales, 64 offsets (float32), then for every 2 inputs: 64 bytes, each with the
-             code of the first in its lower half and that of the second in its upper half
-    affine2  for every 16 inputs: 64 scales, 64 offsets (float32), then for every 4 inputs: 64 bytes, each with their
-             codes from its lowest bits on
+             code of the first input in its lower half and that of the second in its upper half
+    affine2  for every 16 inputs: 64 scales, 64 offsets (float32), then for every 4 inputs: 64 bytes, each with the
+             four codes, the first in its lowest bits
     symmetric8  for every 16 inputs: 64 scales (float32), then for every input: 64 codes
 
 The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
-If the last super-block has fewer than 8 groups, they are zero for the others, which have no codes either.
-The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding stands for zero, except for
-inputs at int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.
-Kernels multiply them by zeros.
+If the last super-block has fewer than 8 groups, the s and m of the missing groups are zero, and these have no codes.
+The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding represents zero, except for
+padded inputs in int4 and in the affine formats: their code is 0, which represents the minimum or offset of the group,
+and kernels multiply it by zero.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ from pymoe._common.types import (
 )
 
 ZERO = 128
-"""Code of zero at 8 bits."""
+"""Code of zero in int8."""
 LARGEST = 2.0**100
 """Largest magnitude of a weight."""
 SMALLEST_STEP = 2.0**-100
-"""Least step of a grid: a row or group with a smaller step is constant, namely zero or its minimum."""
+"""Least step of a grid: a row or group that needs a smaller step becomes constant, namely zero or its minimum."""
 CANDIDATES = 6
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
 LARGEST_FIELD = 63
-"""Largest of the integers of 6 bits that stand for scales and minima at int4."""
+"""Largest of the integers of 6 bits that represent scales and minima in int4."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of the codes of mxfp4."""
 LARGEST_E4M3 = 448.0
 """Largest value of a code of fp8."""
 DTYPES = {18: torch.float8_e4m3fn, 22: torch.uint8, 24: torch.uint8, 28: torch.uint8, 38: torch.int8}
-"""Dtypes of the codes of formats of :data:`RUNS`."""
+"""Dtypes of the codes, by number, for the formats of :data:`RUNS`."""
 
 
 def check_values(weight: Tensor) -> None:
-    if weight.is_meta or isinstance(weight, FakeTensor):  # they hold no numbers
+    if weight.is_meta or isinstance(weight, FakeTensor):  # such tensors have no values
         return
     bad = ~(weight.abs() <= LARGEST)
     if bool(bad.any()):
@@ -105,32 +105,32 @@ def check_values(weight: Tensor) -> None:
 def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
     """Round the weights of E linear layers to 8 or 4 bits.
 
-    The weights are rounded to float32 first. With 8 bits the scale of an output row is its largest magnitude over 127,
-    and every weight is within half a scale of its value. With 4 bits the grid of a group of 32 inputs goes from its
-    least weight, or from zero if that is positive, to its greatest. A search over six narrower and wider grids, each
-    fitted by least squares, replaces this grid if the sum of squared errors becomes smaller. Then scales and minima are
-    rounded to integers of 6 bits times the largest of their super-block over 63. Of each rounded scale and its two
-    neighbours, with minima that fit them, the one with the smallest sum of squared errors is taken. On normally
-    distributed weights the error is 0.7 % (8 bits) or 7.1 % (4 bits) of the weights' norm. The search follows
-    ``make_qkx2_quants``, and the super-blocks ``quantize_row_q4_K_ref`` of llama.cpp.
+    The weights are first rounded to float32. With 8 bits the scale of an output row is its largest magnitude over 127,
+    and rounding changes a weight by at most half the scale. With 4 bits the grid of a group of 32 inputs goes from the
+    group's least weight, or from zero if that is positive, to its greatest. A search over six narrower and wider grids,
+    each fitted by least squares, replaces this grid if the sum of squared errors becomes smaller. Then scales and
+    minima are rounded to integers of 6 bits times the largest of their super-block over 63. Of each rounded scale and
+    its two neighbours, each with the minimum that fits it, the one with the smallest sum of squared errors is taken. On
+    normally distributed weights the error is 0.7 % (8 bits) or 7.1 % (4 bits) of the weights' norm. The search follows
+    ``make_qkx2_quants``, and the super-blocks follow ``quantize_row_q4_K_ref``, both of llama.cpp.
 
-    Rows whose largest magnitude is below 127 * 2**-100 become zero with 8 bits. With 4 bits, super-blocks that are much
-    smaller than the largest weight of their row lose precision, below 2**-24 of it, and then become constant, below
-    2**-34.
+    With 8 bits, rows whose largest magnitude is below 127 * 2**-100 become zero. With 4 bits, a super-block whose
+    weights are much smaller than the largest of its row loses precision (below 2**-24 of it) or becomes constant (below
+    2**-34 of it).
 
     With the format "mxfp" the scale of a group of 32 inputs is the greatest power of two that is at most a quarter of
-    its largest magnitude (2**-127 at least), and weights become the nearest values of their grid, of which 6 scales is
-    the largest; halfway between two they take that of the even code. This is the conversion of section 6.3 of the OCP
-    Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: the format is
-    meant for weights that a checkpoint already has in it, see :func:`pack_weight`.
+    its largest magnitude (2**-127 at least), and weights become the nearest values of the grid, which ends at 6 times
+    the scale; a weight halfway between two values takes the one with the even code. This is the conversion of section
+    6.3 of the OCP Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: the
+    format is meant for weights that are already in it in a checkpoint, see :func:`pack_weight`.
 
     With the format "fp" the scale of a block of 128 outputs and 128 inputs (fewer at the ends) is its largest magnitude
-    over 448, and quotients of weights and scales become the nearest values of e4m3; halfway between two they take that
-    of the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. This is how DeepSeek-V3 was
-    quantised (``act_quant`` of its inference code). The error is 2.6 % on normally distributed weights, more than with
-    integers of 8 bits: this format, too, is meant for weights that a checkpoint already has in it.
+    over 448, and each weight divided by its scale becomes the nearest value of e4m3; halfway between two values, the
+    one with the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. This is how DeepSeek-V3
+    was quantised (``act_quant`` of its inference code). The error is 2.6 % on normally distributed weights, more than
+    with integers of 8 bits: this format, too, is meant for weights that are already in it in a checkpoint.
 
-    The packed bytes are exact: they are the same on every processor and for any number of threads.
+    The packed bytes are the same on every processor and for any number of threads.
 
     Args:
         weight: (E, N, H), any floating dtype, any strides; finite, at most 2**100 in magnitude.
@@ -165,25 +165,26 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
 
 
 def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bits: int = 8) -> QuantizedWeight:
-    """Lay out for the kernels the weights of E linear layers as a checkpoint holds them, without rounding.
+    """Pack the already quantised weights of E linear layers for the kernels, without rounding them again.
 
-    With ``offsets`` the format is "affine", whose weights are ``scale * code + offset``: with 8 bits there is a scale
-    and an offset for each output and G = 32 inputs, with 4 bits for G = 128, with 2 bits for G = 16. Larger groups, or
-    rows that share one scale, repeat theirs. A zero point z of other programs, ``scale * (code - z)``, is an offset of
-    ``-scale * z``, which is exact in float32 if the scale comes from a format of 16 bits and z has at most 8.
+    With ``offsets`` the format is "affine", and a weight is ``scale * code + offset``: there is a scale and an offset
+    for each output and G inputs, where G is 32 with 8 bits, 128 with 4 bits, and 16 with 2 bits. If groups are larger,
+    or whole rows share a scale, repeat scales and offsets. Where another program has a zero point z,
+    ``scale * (code - z)``, the offset is ``-scale * z``. This is exact in float32 if the scale comes from a format of
+    16 bits and z has at most 8.
 
-    Without ``offsets`` the dtype of the codes says which format they have:
+    Without ``offsets`` the dtype of the codes determines the format:
 
     - uint8: MXFP4 in the layout of GPT-OSS (``gate_up_proj_blocks`` and ``gate_up_proj_scales``). Byte j of a group of
-      32 inputs holds the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
-    - int8: "symmetric", whose weights are ``scale * code``, with a scale for each output and 16 inputs. Larger groups
-      repeat theirs.
+      32 inputs has the code of input 2j in its lower half and that of input 2j + 1 in its upper half.
+    - int8: "symmetric", where a weight is ``scale * code``, with a scale for each output and 16 inputs. If groups are
+      larger, repeat scales.
     - float8_e4m3fn: FP8 in the layout of DeepSeek-V3 and Qwen3 (``weight`` and ``weight_scale_inv``), with a scale for
       each block of 128 outputs and 128 inputs, of which the last may be cut short; or with a scale for each output and
-      128 inputs. If there is one scale for each output, (E, N, 1), expand it to all blocks of inputs.
+      128 inputs. If there is only one scale for each output, (E, N, 1), expand it to all blocks of inputs.
 
-    Every code, scale and offset is kept, NaN (at MXFP4 a scale of 255) included: :func:`unpack_weight` returns the same
-    bytes.
+    Every code, scale and offset is kept, including NaN (in MXFP4, a scale of 255): :func:`unpack_weight` returns the
+    same bytes.
 
     Args:
         codes: with offsets (E, N, H) uint8, below 2**bits; for MXFP4 (E, N, H / 32, 16) uint8; for
@@ -192,10 +193,10 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
             "symmetric" (E, N, ceil(H / 16)) float32; for FP8 (E, ceil(N / 128), ceil(H / 128)) or (E, N, ceil(H / 128))
             float32, the factors of the codes' values; any strides.
         offsets: (E, N, ceil(H / G)) float32, any strides; or None.
-        bits: 8, 4 or 2 with offsets. Without them it stays 8.
+        bits: 8, 4 or 2 with offsets; must be 8 without them, also for MXFP4.
 
     Returns:
-        The packed weight, with the format "affine", "mxfp", "symmetric" or "fp". Exact.
+        The packed weight, in the format "affine", "mxfp", "symmetric" or "fp".
 
     Raises:
         TypeError: an argument is not a tensor, its dtype is not as above, or ``bits`` is not an int.
@@ -203,7 +204,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
 
     Example:
         >>> codes = torch.randint(0, 256, (4, 64, 32), dtype=torch.uint8)
-        >>> scales, offsets = torch.rand(4, 64, 1), torch.randn(4, 64, 1)  # of each output and 32 inputs
+        >>> scales, offsets = torch.rand(4, 64, 1), torch.randn(4, 64, 1)  # for each output and 32 inputs
         >>> weight = pymoe.ops.pack_weight(codes, scales, offsets, bits=8)
         >>> weight.format, torch.equal(pymoe.ops.unpack_weight(weight)[0], codes)
         ('affine', True)
@@ -227,7 +228,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     experts, outputs, groups = scales.shape
     number = FORMATS["mxfp", 4]
     packed = codes.new_empty(packed_shape(number, outputs, groups * GROUP, experts))
-    for expert in range(experts):  # one by one, as codes of a byte each take twice the memory
+    for expert in range(experts):  # one at a time, since the codes in a byte each take twice the memory
         pairs = codes[expert : expert + 1]
         wide = torch.stack([pairs & 15, pairs >> 4], dim=4).flatten(3)
         packed[expert : expert + 1] = _groups_in_tiles(scales[expert : expert + 1, ..., None], wide)
@@ -235,7 +236,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
 
 
 def _check_codes(codes: Tensor, bits: int) -> None:
-    if bits == 8 or codes.is_meta or isinstance(codes, FakeTensor):  # they hold no numbers
+    if bits == 8 or codes.is_meta or isinstance(codes, FakeTensor):  # the latter two have no values
         return
     most = 2**bits - 1
     above = codes > most
@@ -247,23 +248,23 @@ def _check_codes(codes: Tensor, bits: int) -> None:
 
 
 def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
-    """Return the codes and scales of a weight as a checkpoint holds them: what :func:`pack_weight` was called with.
+    """Return the codes, scales and offsets from which :func:`pack_weight` made a weight.
 
-    The scales of FP8 come back for each output. Where :func:`pack_weight` was called with scales of blocks, these are
-    ``scales[:, ::128]``.
+    In FP8 there is a row of scales for each output. If :func:`pack_weight` was called with a scale for each block,
+    ``scales[:, ::128]`` are those scales.
 
     Args:
         weight: in the format "affine", "symmetric", "mxfp" or "fp".
 
     Returns:
-        Codes, scales and, for "affine", offsets, exact. "affine": (E, N, H) uint8 and twice (E, N, ceil(H / G))
+        Codes, scales and, for "affine", offsets; exact. "affine": (E, N, H) uint8 and twice (E, N, ceil(H / G))
         float32. "symmetric": (E, N, H) int8 and (E, N, ceil(H / 16)) float32. "mxfp": (E, N, H / 32, 16) and
         (E, N, H / 32), both uint8; H is rounded up to a multiple of 32. "fp": (E, N, H) float8_e4m3fn and
         (E, N, ceil(H / 128)) float32.
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
-        ValueError: its parts do not fit each other, or it is in a format that :func:`pack_weight` does not make.
+        ValueError: its fields do not agree, or it is in a format that :func:`pack_weight` does not make.
 
     Example:
         >>> codes, scales = torch.zeros(4, 64, 32, dtype=torch.int8), torch.ones(4, 64, 2)
@@ -289,7 +290,7 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
 
 
 def dequantize_weight(weight: QuantizedWeight) -> Tensor:
-    """Return the weights for which a packed weight stands.
+    """Return the weights that a packed weight represents.
 
     Args:
         weight: from :func:`quantize_weight` or :func:`pack_weight`.
@@ -299,7 +300,7 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
 
     Raises:
         TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
-        ValueError: its parts do not fit each other.
+        ValueError: its fields do not agree.
 
     Example:
         >>> weight = torch.randn(4, 64, 32)
@@ -313,10 +314,10 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
 
 
 def wide_weights(weight: QuantizedWeight) -> Tensor:
-    """Return the weights (E, tiles * 64, inputs), padded in outputs and inputs."""
+    """Return the weights, (E, tiles * 64, inputs) float32, with outputs and inputs padded."""
     codes, scale, minimum = unpack(weight)
     inputs, number = codes.shape[2], number_of(weight)
-    alike = max(inputs, 1) if number == 8 else RUNS[number][0] if number in RUNS else GROUP  # that share a scale
+    alike = max(inputs, 1) if number == 8 else RUNS[number][0] if number in RUNS else GROUP  # inputs that share a scale
 
     def by_input(ends: Tensor) -> Tensor:
         return ends.repeat_interleave(alike, dim=-1)[..., :inputs]
@@ -325,7 +326,7 @@ def wide_weights(weight: QuantizedWeight) -> Tensor:
         wide = by_input(scale) * codes
         return wide if minimum is None else wide + by_input(minimum)
     assert minimum is not None
-    for expert in range(codes.shape[0]):  # one by one, as this takes many bytes a weight
+    for expert in range(codes.shape[0]):  # one at a time, since this takes many bytes per weight
         codes[expert] = fused_multiply_add(by_input(scale[expert]), codes[expert], by_input(minimum[expert]))
     return codes
 
@@ -335,9 +336,9 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     product, addend = a.double() * b.double(), c.double()  # the product is exact
     total = product + addend
     part = total - product
-    error = (product - (total - part)) + (addend - part)  # of the sum, exact (Knuth's two-sum)
-    # A sum that is not exact becomes the neighbour in float64 whose last bit is 1. Rounded to float32, this gives what
-    # the exact sum would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    error = (product - (total - part)) + (addend - part)  # the exact error of the sum (Knuth's two-sum)
+    # Replace an inexact sum by its float64 neighbour whose last bit is 1. Rounding it to float32 gives the same as
+    # rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     bits = total.view(torch.int64)
     even = (error != 0) & total.isfinite() & ((bits & 1) == 0)
     outwards = (error > 0) == (total > 0)
@@ -345,11 +346,11 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes (E, tiles * 64, inputs), scales and minima, each float32 and padded in the inputs.
+    """Return the codes, the scales, and the minima or offsets of a weight, all in float32.
 
-    The codes of int8 are without their 128, and those of mxfp4 and fp8 are the values for which they stand. The scales
-    of int8 are (E, tiles * 64, 1), others (E, tiles * 64, groups) as the minima, which int4 has, and the offsets of the
-    affine formats.
+    Codes are (E, tiles * 64, inputs) with inputs padded; those of int8 have 128 subtracted, and those of mxfp4 and fp8
+    are the values that they represent. Scales are (E, tiles * 64, 1) in int8, and (E, tiles * 64, groups) in the other
+    formats. The third result has the same shape: the minima in int4, the offsets in the affine formats, else None.
     """
     packed, number = weight.packed, number_of(weight)
     experts, tiles, _ = packed.shape
@@ -372,17 +373,18 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Lay out for the kernels weights in Q4_K of llama.cpp, whose blocks the super-blocks of int4 hold bit for bit.
+    """Pack weights in llama.cpp's Q4_K format for the kernels.
 
-    A block holds 256 inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128
-    bytes of codes; byte j of 32 holds the code of input j of a group in its lower half, and that of the next group in
-    its upper half (``block_q4_K`` of ``ggml-common.h``).
+    This is lossless: a super-block of int4 holds the same bits as a Q4_K block. A block has 256 inputs: the float16 d
+    and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128 bytes of codes. Each 32 of these bytes have
+    the codes of two groups: byte j has the code of input j of the first group in its lower half, and that of the second
+    group in its upper half (``block_q4_K`` of ``ggml-common.h``).
 
     Args:
         blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
 
     Returns:
-        The packed weight, with the format "int" in 4 bits. Exact.
+        The packed weight, in the format "int" with 4 bits.
     """
     _, outputs, supers, _ = blocks.shape
     rows = F.pad(blocks, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs))
@@ -395,9 +397,10 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def fields_of_q4_k(fields: Tensor) -> Tensor:
-    """Return the 8 integers s and 8 integers m of 6 bits, (..., 2, 8) uint8, that Q4_K and Q5_K hold in 12 bytes.
+    """Unpack 12 bytes of Q4_K or Q5_K: 8 integers s and 8 integers m of 6 bits, returned as (..., 2, 8) uint8.
 
-    The first four of each are the lower bits of a byte; the upper two bits of these are those of the last four.
+    The first four s and the first four m are the lower 6 bits of 8 bytes; the upper 2 bits of these bytes are the upper
+    bits of the last four s and m. The other 4 bytes have the lower 4 bits of the last four.
     """
     first, second, last = fields.unflatten(-1, (3, 4)).unbind(-2)
     s = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=-1)
@@ -406,14 +409,14 @@ def fields_of_q4_k(fields: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return e8m0 exponents, bytes that are 127 too large, as float32: 2**-127 to 2**127, and NaN for 255."""
+    """Return 2**(e - 127) in float32 for e8m0 exponents e (bytes): 2**-127 to 2**127, and NaN for 255."""
     bits = exponents.int()
     ends = (bits == 0) | (bits == 255)  # 2**-127 is subnormal; without this bit the other end would be infinity
     return (bits << 23 | torch.where(ends, 1 << 22, 0).int()).view(torch.float32)
 
 
 def _unpack_supers(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the parts of a weight at int4 with so many groups, in B super-blocks.
+    """Return the parts of an int4 weight with ``groups`` groups for each row, in B super-blocks.
 
     Returns:
         codes (E, rows, groups, 32) uint8, factors (E, rows, B, 2) float32, the integers of 6 bits (E, rows, B, 2, 8)
@@ -438,7 +441,7 @@ def _unpack_supers(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor) -> Tensor:
-    """Undo :func:`_unpack_supers`, for whole tiles of rows."""
+    """Do the inverse of :func:`_unpack_supers`; the rows must fill whole tiles."""
     experts, rows, groups, _ = codes.shape
     tiles, supers = rows // TILE, factors.shape[2]
     halves = factors.half().view(experts, tiles, TILE, supers, 2).permute(0, 1, 3, 4, 2)
@@ -453,7 +456,10 @@ def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor)
 
 
 def _groups_of_tiles(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes before the codes of each group, (E, rows, groups, heads), and codes (E, rows, groups, 32)."""
+    """Return the ``heads`` bytes before each group's codes, (E, rows, groups, heads), and the codes in a byte each.
+
+    The codes are (E, rows, groups, 32).
+    """
     experts, tiles, _ = packed.shape
     head_bytes = heads * TILE
     group_bytes = head_bytes + TILE * GROUP // 2
@@ -467,7 +473,7 @@ def _groups_of_tiles(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
-    """Undo :func:`_groups_of_tiles` for rows that are not filled up to whole tiles: zeros come after them."""
+    """Do the inverse of :func:`_groups_of_tiles`. Rows need not fill whole tiles: zeros are appended."""
     experts, outputs, groups, _ = codes.shape
     heads, codes = (F.pad(part, (0, 0, 0, 0, 0, up(outputs, TILE) - outputs)) for part in (heads, codes))
     shape = experts, up(outputs, TILE) // TILE, TILE, groups
@@ -478,13 +484,14 @@ def _groups_in_tiles(heads: Tensor, codes: Tensor) -> Tensor:
 
 
 def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Tensor]:
-    """Return the codes of a format of :data:`RUNS`, (E, rows, inputs) uint8 with padded inputs, then the numbers that
-    precede them, (E, rows, runs) float32 each: scales, and offsets at "affine".
+    """Return the codes of a weight in a format of :data:`RUNS`, then its scales and, in "affine", its offsets.
+
+    Codes are (E, rows, inputs) uint8 with inputs padded; scales and offsets are (E, rows, runs) float32.
     """
     experts, tiles, _ = packed.shape
     size, heads = RUNS[number]
     bits = number % 10
-    line, head = TILE * bits // 8, TILE * 4 * heads  # bytes of the codes of an input, and before codes
+    line, head = TILE * bits // 8, TILE * 4 * heads  # bytes of the codes of one input, and bytes before codes
     padded = up(input_features, GROUP)
     whole, rest = padded // size, padded % size  # Dynamo traces no divmod of sizes
     first, last = packed.split([whole * (head + size * line), head + rest * line if rest else 0], dim=2)
@@ -500,14 +507,14 @@ def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Ten
 
 
 def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Tensor:
-    """Undo :func:`_runs_of_tiles` for rows and inputs that are not filled up: zeros come after them."""
+    """Do the inverse of :func:`_runs_of_tiles`. Rows and inputs need not be padded: zeros are appended."""
     experts, outputs, inputs = codes.shape
     size, _ = RUNS[number]
     bits = number % 10
     line = TILE * bits // 8
     tiles, padded = up(outputs, TILE) // TILE, up(inputs, GROUP)
     packed = codes.new_empty(packed_shape(number, outputs, inputs, experts), dtype=torch.uint8)
-    for expert in range(experts):  # one by one, as this makes copies
+    for expert in range(experts):  # one at a time, since this makes copies
         filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
         by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
         if line < TILE:
@@ -571,7 +578,7 @@ def _pack_mxfp4(wide: Tensor) -> Tensor:
     inputs = wide.shape[2]
     groups = F.pad(wide, (0, up(inputs, GROUP) - inputs)).unflatten(2, (up(inputs, GROUP) // GROUP, GROUP))
     magnitudes = groups.abs()
-    # The exponent of the largest magnitude, less the 2 of the largest value, which is 6.
+    # The exponent of the largest magnitude minus 2, the exponent of the largest value of a code, 6.
     scales = ((magnitudes.amax(dim=3).view(torch.int32) >> 23) - 2).clamp(min=0)
     scaled = magnitudes * (254 - scales << 23).view(torch.float32)[..., None]
     codes = groups.signbit().to(torch.uint8) << 3
@@ -598,10 +605,10 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _fit_groups(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima (E, N, G) of groups (E, N, G, count), before they are rounded.
+    """Return unrounded scales and minima, (E, N, G) each, for groups of weights (E, N, G, count).
 
-    Every step is one IEEE operation on elements, and sums run in the order of the inputs, so a kernel gets the same
-    bits. The same holds for :func:`_round_groups`.
+    Every step is one IEEE operation on elements, and sums run in the order of the inputs, so a kernel can compute the
+    same bits. The same is true of :func:`_round_groups`.
     """
     least, greatest = values.amin(dim=3).clamp(max=0), values.amax(dim=3)
     reach = greatest - least
@@ -624,12 +631,12 @@ def _fit_groups(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_groups(values: Tensor, ends: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers of 6 bits (2, E, N, G) and the codes (E, N, G, count) of groups (E, N, G, count).
+    """Return the integers s and m of 6 bits, (2, E, N, G), and the codes, (E, N, G, count).
 
     Args:
-        values: the groups' weights.
-        ends: (2, E, N, G) their scales and minima, the minima without their sign.
-        factors: (2, E, N, G) the factors of their super-blocks.
+        values: (E, N, G, count), the groups' weights.
+        ends: (2, E, N, G), the unrounded scales and negated minima of the groups.
+        factors: (2, E, N, G), d and dmin of each group's super-block.
     """
     d, dmin = factors
     inverse_d, inverse_dmin = _inverse(factors)
@@ -656,7 +663,7 @@ def _nearest_field(values: Tensor, inverse: Tensor) -> Tensor:
 def _fit(above: Tensor, codes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and minimum that fit ``scale * codes + minimum`` to ``above + least`` by least squares.
 
-    If the minimum is positive, it is zero instead, and the scale fits that.
+    Minima are never positive: where the fitted one would be, it is set to zero and the scale is fitted again for that.
     """
     count = float(codes.shape[3])
     sum_codes, sum_squares = _sum(codes), _sum(codes * codes)
@@ -670,7 +677,7 @@ def _fit(above: Tensor, codes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest codes of a grid and the sum of their squared errors."""
+    """Return the codes nearest to ``values`` in each group's grid, and each group's sum of squared errors."""
     inverse = _inverse(scale)
     codes = torch.round((values - minimum[..., None]) * inverse[..., None]).clamp(0, 15)
     error = values - (scale[..., None] * codes + minimum[..., None])

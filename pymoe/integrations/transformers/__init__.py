@@ -1,4 +1,4 @@
-"""pymoe inside models of Hugging Face's transformers (version 5 or newer).
+"""pymoe inside models of the Hugging Face library transformers (version 5 or newer).
 
 ::
 
@@ -8,8 +8,8 @@
 
 ``from_config`` and ``model.set_experts_implementation`` take the name, too. The model keeps its parameters, its router
 and its state dict; forward, backward, ``generate`` and ``torch.compile(fullgraph=True)`` run on
-:mod:`pymoe.ops`. ``from_pretrained(..., quantization_config=PymoeConfig(bits=4))`` reads experts in 4 bits. Importing
-this raises :class:`ImportError` if transformers is missing or older.
+:mod:`pymoe.ops`. ``from_pretrained(..., quantization_config=PymoeConfig(bits=4))`` rounds experts to 4 bits. Importing
+this package raises :class:`ImportError` if transformers is missing or older.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LoadCallback":  # its base class is in a module of transformers that imports PEFT and accelerate
+    if name == "LoadCallback":  # lazy: the module of its base class imports PEFT and accelerate
         from pymoe.integrations.transformers.load_callback import LoadCallback
 
         return LoadCallback

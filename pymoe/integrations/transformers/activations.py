@@ -1,6 +1,6 @@
 """Finds the fused activation of pymoe that computes what an experts module of transformers does between its products.
 
-If there is none, the module's own PyTorch code runs. ``torch.compile`` can trace the conditions that this file tests.
+If there is none, the module's own PyTorch code runs. ``torch.compile`` can trace the tests in this file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _without_alpha(experts: Any, limit: float) -> ActivationKind | None:
 _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     (f"transformers.models.{model}.modeling_{model}", name): kind_of
     for model, name, kind_of in (
-        # silu(gate) * up in float32, rounded once; pymoe computes it this way for every model.
+        # Its own gate is silu(gate) * up in float32, rounded once. pymoe computes swiglu in this way for every model.
         ("beam", "BeamExperts", lambda experts: "swiglu" if _is_silu(experts.act_fn) else None),
         ("deepseek_v4", "DeepseekV4Experts", lambda experts: _without_alpha(experts, experts.limit)),
         ("glm5_next", "Glm5NextTextExperts", lambda experts: ClampedSwiglu(experts.swiglu_limit)),
@@ -47,7 +47,8 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
         ),
     )
 }
-"""Classes whose own gate is one of pymoe's activations, each with a function that returns the activation, or None."""
+"""Classes of experts with a gate of their own, each with a function of the experts that returns the same activation of
+pymoe, or None if there is none."""
 
 _CLAMPED_NETWORKS: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     ("transformers.models.glm5_next.modeling_glm5_next", "Glm5NextTextMLP"): (
@@ -57,7 +58,7 @@ _CLAMPED_NETWORKS: dict[tuple[str, str], Callable[[Any], ActivationKind | None]]
         lambda network: ClampedSwiglu(network.swiglu_limit, network.swiglu_alpha, 1.0)
     ),
 }
-"""The same for dense networks that clamp as these experts do."""
+"""The same for the dense networks of these models that clamp like their experts."""
 
 
 def activation_of(experts: nn.Module) -> Activation:
@@ -71,7 +72,7 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
     Return None if pymoe has no fused activation that computes the same as the module.
 
     Args:
-        experts: a module behind transformers' experts interface, whose ``act_fn`` and gate decide.
+        experts: a module behind transformers' experts interface; its ``act_fn`` and gate determine the result.
     """
     act_fn: Any = getattr(experts, "act_fn", None)
     if _has_hooks(act_fn) or interface.has_replaced_gate(experts):
@@ -87,8 +88,10 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
 
 
 def dense_activation(network: nn.Module) -> Activation | None:
-    """Return the activation between the linear layers of a dense network that serves as shared experts, as a kind of
-    :func:`pymoe.ops.expert_activation` if one computes the same.
+    """Return the activation between the linear layers of a dense network that serves as shared experts.
+
+    It is a kind of :func:`pymoe.ops.expert_activation` if one computes the same. Otherwise it is a function if the
+    network has a ``gate_proj``, else None.
     """
     clamped = _CLAMPED_NETWORKS.get(place(type(network)))
     if clamped is not None:
@@ -98,19 +101,20 @@ def dense_activation(network: nn.Module) -> Activation | None:
 
 
 def followed_by_cast(activation: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return an activation whose rows have ``dtype``, even if the model's own function returns another one.
+    """Return a function that casts the result of ``activation`` to ``dtype``.
 
     Args:
-        activation: a model's computation between two products. (pymoe's kinds keep the dtype of the rows.)
+        activation: a model's own computation between two products, which may return another dtype. (pymoe's kinds keep
+            the dtype of the rows.)
         dtype: the dtype of the rows that the second product takes.
     """
     return lambda rows: activation(rows).to(dtype)
 
 
 def gated_activation(act_fn: Any) -> Activation:
-    """Return ``act_fn(gate) * up`` as an activation of rows [gate | up].
+    """Return the activation that computes ``act_fn(gate) * up`` for rows [gate | up].
 
-    It is one of pymoe's fused kinds if one computes the same and ``act_fn`` has no hooks; otherwise a function.
+    It is one of pymoe's fused kinds if one computes the same and ``act_fn`` has no hooks; otherwise it is a function.
     """
     if not _has_hooks(act_fn) and (kind := _with_gate(act_fn)) is not None:
         return kind
@@ -123,7 +127,7 @@ def gated_activation(act_fn: Any) -> Activation:
 
 
 def place(cls: type) -> tuple[str, str]:
-    """Return the module and name of a class, so that it is recognised without being imported."""
+    """Return the module and qualified name of a class, by which it is recognised without being imported."""
     return (cls.__module__, cls.__qualname__)
 
 

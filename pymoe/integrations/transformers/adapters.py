@@ -1,7 +1,7 @@
 """Low-rank adapters of experts, as products with rows: ``rows @ down[e].T @ up[e].T`` next to the experts' products.
 
-A wrapper around an experts module :func:`lends <lend>` it adapters for one call; the implementation of the experts
-:func:`takes <take>` them. Nothing as large as the experts' weights is computed.
+A wrapper around an experts module :func:`lends <lend>` the module adapters for one call; the implementation of the
+experts :func:`takes <take>` them. No tensor as large as the experts' weights is computed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from pymoe.nn.apply_experts import Activation, Networks, activate
 from pymoe.nn.low_rank import LowRank, add_adapters
 
 _LENT = "_pymoe_adapters"
-"""Name of an attribute that an experts module has during a call, before its forward takes the adapters."""
+"""Name of the attribute in which an experts module has the adapters until its forward takes them."""
 
 
 Adapters = dict[str, list[LowRank]]
 """The active adapters of stacked weights, by the names of their parameters."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Takes rows (S, H), sorted by expert, their offsets (E + 1,) and a bias (E, N) or None; returns rows (S, N)."""
+"""A function that takes rows (S, H) sorted by expert, their offsets (E + 1,), and a bias (E, N) or None; it returns
+rows (S, N)."""
 
 
 @contextmanager
 def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
-    """Give the stacked weight ``name`` of an experts module adapters for one call of the module.
+    """Lend adapters for the stacked weight ``name`` to an experts module, for one call of the module.
 
     Raises:
-        RuntimeError: the call came to its end, and did not use the adapters; or another call is running, as of another
-            thread, which might take them.
+        RuntimeError: the call ended without taking the adapters; or another call is running, for instance in another
+            thread, and might take them.
     """
     lent = experts.__dict__.setdefault(_LENT, {})
     if name in lent:
@@ -53,13 +54,13 @@ def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
 
 
 def take(experts: Any) -> Adapters:
-    """Return the adapters that were lent to an experts module, once."""
+    """Remove the adapters that were lent to an experts module, and return them; a second call returns none."""
     adapters: Adapters = experts.__dict__.pop(_LENT, None) or {}
     return adapters
 
 
 def adapted(product: Product, adapters: Sequence[LowRank]) -> Product:
-    """Return a product to which adapters are added, in the dtype of its rows."""
+    """Return ``product`` plus the products with the adapters, or ``product`` itself if there are no adapters."""
 
     def with_adapters(rows: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
         return add_adapters(product(rows, offsets, bias), rows, offsets, adapters)
@@ -75,7 +76,7 @@ def networks_of(
     activation: Activation,
     post_norm: Callable[[Tensor], Tensor] | None,
 ) -> Networks:
-    """Return the networks that two products and an activation between them make, for :func:`apply_networks` to call.
+    """Return a function that applies two products with an activation between them, for :func:`apply_networks`.
 
     Args:
         first: from rows (S, H) to rows (S, N).
@@ -83,7 +84,7 @@ def networks_of(
         b_in: (E, N), or None.
         b_out: (E, H), or None.
         activation: from rows (S, N) to rows (S, F).
-        post_norm: a function of rows (S, H) that is applied to the result, or None.
+        post_norm: applied to the resulting rows (S, H), or None.
     """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:

@@ -1,25 +1,26 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are integers of 4 or 8 bits.
 
-A weight (N, H) has codes q, and a scale s and a zero point z for each group of inputs of an output: it stands for
-``(q - z) * s``. That is ``s * q + offset`` with ``offset = -z * s``, pymoe's format "affine", if the offset is a
-float32 without rounding, which is checked. The three methods differ in their tensors, which take the place of
-``NAME.weight``, and in the order of the codes in words of 32 bits, of which the first is in the lowest bits:
+A weight (N, H) has codes q, and a scale s and a zero point z for each output and group of inputs; it represents
+``(q - z) * s``. That is ``s * q + offset`` with ``offset = -z * s``, pymoe's format "affine", if float32 can represent
+the offset without rounding, which is checked. The three methods differ in the tensors that replace ``NAME.weight``, and
+in the order of the codes in words of 32 bits; the first code is in the lowest bits:
 
-- GPTQ: ``qweight`` (H / 8, N) has 8 codes of 4 bits along the inputs in a word, ``qzeros`` (groups, N / 8) has those of
-  zero points along the outputs, ``scales`` (groups, N), and ``g_idx`` (H,) the group of each input. Files of version 1
-  (``checkpoint_format`` "gptq") hold the zero points less 1; those of "gptq_v2" hold them as they are. Sources:
-  ``auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py`` of AutoGPTQ, and ``convert_gptq_v1_to_v2_format_module`` in
-  ``gptqmodel/utils/model.py`` of GPTQModel.
+- GPTQ: a word of ``qweight`` (H / 8, N) has 8 codes of 4 bits along the inputs, a word of ``qzeros`` (groups, N / 8)
+  has 8 zero points along the outputs, ``scales`` is (groups, N), and ``g_idx`` (H,) has the group of each input. Files
+  of version 1 (``checkpoint_format`` "gptq") store zero points minus 1; those of "gptq_v2" store them unchanged.
+  Sources: ``auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py`` of AutoGPTQ, and
+  ``convert_gptq_v1_to_v2_format_module`` in ``gptqmodel/utils/model.py`` of GPTQModel.
 - AWQ, in its layout "gemm": ``qweight`` (H, N / 8) and ``qzeros`` (groups, N / 8) have codes along the outputs, in the
   order 0, 2, 4, 6, 1, 3, 5, 7, and ``scales`` (groups, N). Sources: ``awq/modules/linear/gemm.py`` and
   ``awq/utils/packing_utils.py`` of AutoAWQ.
 - compressed-tensors, in its format "pack-quantized": ``weight_packed`` (N, ceil(H / 8)) has codes along the inputs,
   ``weight_scale`` (N, groups), ``weight_zero_point`` (ceil(N / 8), groups) along the outputs unless the weights are
-  symmetric, and ``weight_shape`` is [N, H]. Codes and zero points are signed, and have half their range added to them
-  in a word. Source: ``compressors/quantized_compressors/pack_quantized.py`` of compressed-tensors.
+  symmetric, and ``weight_shape`` is [N, H]. Codes and zero points are signed; words store them plus half their range.
+  Source: ``compressors/quantized_compressors/pack_quantized.py`` of compressed-tensors.
 
-With 8 bits a word has 4 codes. A row of bytes of an output has its codes, then the scales, and then the offsets, as
-float32, for each group of pymoe's format: 128 inputs with 4 bits, 32 with 8. Larger groups are repeated.
+With 8 bits a word has 4 codes. The row of bytes that is made for an output has its codes, one byte each, then the
+scales and then the offsets, in float32, one for each group of pymoe's format: 128 inputs with 4 bits, 32 with 8. The
+scales and offsets of larger groups are repeated.
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ GROUPS = {bits: RUNS[number][0] for (format, bits), number in FORMATS.items() if
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of scales, which all become float32 without rounding."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of AWQ of each of 8 outputs."""
+"""The position of each of 8 outputs in a word of AWQ."""
 
 
 @dataclass(frozen=True)
 class _Integers(StoredRows):
-    """Integers with a scale and a zero point for each group of inputs of an output."""
+    """Integers with a scale and a zero point for each output and group of inputs."""
 
     code_bits: int
     """Bits of a code in the files."""
     group: int | None
-    """Number of inputs of a group; None if an output has one scale for all inputs."""
+    """Number of inputs of a group; None if an output has a single scale for all inputs."""
     ordered: bool
-    """Whether inputs may be in groups in another order, so that the files must say the group of each."""
+    """Whether a group may have inputs that are not neighbours (act-order), so that the files must have ``order``."""
 
     of_unbiased = ("bias",)
     order: ClassVar[str | None] = None
-    """The part that says the group of each input; None if there is none."""
+    """The part with the group of each input; None if the method has none."""
     needed: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
-    """The parts that every weight has."""
+    """The parts that every weight must have."""
 
     @abstractmethod
     def _read(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,12 +89,12 @@ class _Integers(StoredRows):
         return self.needed + ((self.order,) if self.ordered and self.order else ())
 
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return (N, H + 8 * groups of pymoe's format) uint8."""
+        """Return rows of bytes, (N, H + 8 * groups of pymoe's format) uint8: codes, scales and offsets."""
         bias = parts.get("bias")
         if bias is not None and bool(bias.any()):
             raise ValueError("expected no bias, or zeros for it, as the model has none, got other numbers")
         codes, scales, zeros = self._read_checked(parts)
-        products = scales.double() * zeros.double()  # exact: 24 and 8 bits
+        products = scales.double() * zeros.double()  # exact: the factors have at most 24 and 8 bits
         offsets = -products.float()
         if not torch.equal(offsets.double(), -products):
             raise ValueError("expected zero points times scales to be float32 without rounding, which they are not")
@@ -104,7 +105,7 @@ class _Integers(StoredRows):
         return torch.cat([codes, *(end.view(torch.uint8).view(outputs, 4 * groups) for end in ends)], dim=1)
 
     def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of a stacked weight, with every code, scale and offset as it is."""
+        """Return the packed bytes of a stacked weight; every code, scale and offset is kept unchanged."""
         inputs = layer.input_features
         groups = self._own_groups(inputs)
         self.check_rows(name, rows, layer, inputs + 8 * groups)
@@ -113,7 +114,7 @@ class _Integers(StoredRows):
         return pack_weight(rows[..., :inputs], scales, offsets, bits=self.bits).packed
 
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return ``(q - z) * s`` in float32, which is rounded once."""
+        """Return ``(q - z) * s`` in float32, rounded once."""
         codes, scales, zeros = self._read_checked(parts)
         inputs = codes.shape[1]
         size = inputs if self.group is None else self.group
@@ -140,7 +141,7 @@ class _Integers(StoredRows):
         return 1 if self.group is None else up(inputs, self.group) // self.group
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
-        """Raise if the files put inputs into other groups than those of neighbours."""
+        """Raise if the files have groups that do not consist of neighbouring inputs."""
         if self.order is None or self.order not in parts:
             return
         index = _part(parts, self.order, (inputs,), torch.int32, torch.int64)
@@ -151,7 +152,7 @@ class _Integers(StoredRows):
 @dataclass(frozen=True)
 class _Gptq(_Integers):
     less: int
-    """The number by which stored zero points are less than those that they stand for."""
+    """What must be added to stored zero points: 1 for files of version 1, else 0."""
 
     parts = (WEIGHT, "qweight", "qzeros", "scales", "g_idx")
     order = "g_idx"
@@ -193,7 +194,7 @@ class _Awq(_Integers):
 @dataclass(frozen=True)
 class _CompressedTensors(_Integers):
     symmetric: bool
-    """Whether all zero points are 0, and the files have none."""
+    """Whether all zero points are 0; the files then need not have them."""
 
     parts = (WEIGHT, "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     order = "weight_g_idx"
@@ -204,7 +205,7 @@ class _CompressedTensors(_Integers):
         return super()._required + (() if self.symmetric else ("weight_zero_point",))
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
-        """Raise as for other formats, unless an index is -1: the order was never set, as the library has it."""
+        """Raise as other formats do, unless an index is -1: in compressed-tensors, that means that no order was set."""
         index = parts.get("weight_g_idx")
         if index is None or not bool((index == -1).any()):
             super()._check_order(parts, inputs)
@@ -228,7 +229,7 @@ class _CompressedTensors(_Integers):
 
 
 def _part(parts: Mapping[str, Tensor], part: str, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> Tensor:
-    """Return a part; raise unless it has this shape, where None is any size, and one of these dtypes."""
+    """Return a part; raise ValueError unless it has this shape (None allows any size) and one of these dtypes."""
     tensor = parts[part]
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or any(one not in (None, size) for one, size in zip(shape, sizes, strict=True)):
@@ -240,7 +241,7 @@ def _part(parts: Mapping[str, Tensor], part: str, shape: tuple[int | None, ...],
 
 
 def _codes(words: Tensor, bits: int) -> Tensor:
-    """Return (rows, 32 / bits * columns) uint8: the codes of words (rows, columns) int32, from their lowest bits on."""
+    """Unpack words, (rows, columns) int32, lowest bits first; return codes, (rows, 32 / bits * columns) uint8."""
     of_words = words.contiguous().view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
     return of_words if bits == 8 else torch.stack([of_words & 15, of_words >> 4], dim=2).flatten(1)
 
@@ -253,7 +254,7 @@ def _gptq(entries: Mapping[str, Any]) -> StoredRows:
         raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
     less = 1 if layout == "gptq" else 0
     bits, group = entries.get("bits"), entries.get("group_size")
-    rules = [entries]  # of GPTQModel, for layers by their names; those with "-:" are not quantised
+    rules = [entries]  # and GPTQModel's rules for layers, by a pattern of names; those of "-:" are not quantised
     dynamic = _mapping("GPTQ", entries, "dynamic")
     for pattern in (one for one in dynamic if not one.startswith("-:")):
         rules.append(rule := _mapping("GPTQ", dynamic, pattern))
@@ -307,11 +308,12 @@ def _compressed_tensors(entries: Mapping[str, Any]) -> StoredRows:
 
 
 STORED = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors}
-"""The format of a folder as a function of its configuration, by the name of the method; they raise ValueError."""
+"""By the name of the method, a function that returns the format of a folder from the entries of its configuration. It
+raises ValueError if pymoe does not read the format."""
 
 
 def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, **named: Any) -> StoredRows:
-    """Return a format with the least bits that keep such codes."""
+    """Return a format with the fewest bits of "affine" that keep such codes and groups."""
     if not isinstance(code_bits, int) or code_bits not in (4, 8):
         raise _refused(name, "bits of 4 or 8", code_bits)
     if not isinstance(group, int) or group < -1 or group == 0 or (group > 0 and group % GROUPS[8]):
@@ -323,7 +325,7 @@ def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, grou
 
 
 def _mapping(name: str, entries: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an entry that is an object of JSON; nothing if it is null or missing."""
+    """Return an entry that must be a JSON object; an empty mapping if it is null or missing."""
     entry = entries.get(key)
     if entry is not None and not isinstance(entry, Mapping):
         raise _refused(name, f"an object for {key}", repr(entry))
@@ -331,7 +333,7 @@ def _mapping(name: str, entries: Mapping[str, Any], key: str) -> Mapping[str, An
 
 
 def _text(entries: Mapping[str, Any], *keys: str) -> str | None:
-    """Return the first of some entries that is not None, in lower case."""
+    """Return, in lower case, the first of the entries ``keys`` that is not None; None if all are."""
     found = (getattr(entry, "value", entry) for entry in map(entries.get, keys) if entry is not None)
     return next((str(entry).lower() for entry in found), None)
 

@@ -1,6 +1,6 @@
-"""Balances the experts of models of transformers without an auxiliary loss, by a bias of every expert.
+"""Balances the experts of transformers' models without an auxiliary loss, through a bias for every expert.
 
-The rule is that of arXiv 2408.15664 (algorithm 1) and DeepSeek-V3 (arXiv 2412.19437), as for :class:`pymoe.nn.Router`.
+The rule is that of arXiv 2408.15664 (algorithm 1) and DeepSeek-V3 (arXiv 2412.19437), as in :class:`pymoe.nn.Router`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from pymoe.nn.options import check_number
 from pymoe.nn.stacked_experts import device_of
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""The names of the biases that routers of transformers add to scores for the choice alone."""
+"""The names of the biases that transformers' routers add to scores only for the choice of experts."""
 
 ADDED = "pymoe_bias"
 """Name of the submodule of experts that :func:`add_expert_biases` adds."""
 
 
 def add_expert_biases(model: nn.Module, rate: float) -> Attached:
-    """Balance the experts of a model of transformers by biases that :func:`pymoe.nn.update_expert_biases` moves.
+    """Balance a transformers model's experts with biases, which :func:`pymoe.nn.update_expert_biases` moves.
 
-    Call it before the first step. A router's bias is added to that by which the router chooses, never to the weights of
-    the chosen experts (arXiv 2408.15664). If routers have a bias of their own, such as ``e_score_correction_bias`` of
-    DeepSeek-V3, it is theirs that is moved, it is saved with the model, and other routers of the model are left alone.
-    Otherwise every router gets a bias of zeros, in float32: it is added to the scores of routers that choose by scores,
-    as Mixtral's, and to the logits of those that choose by logits, as GPT-OSS's.
+    Call it before the first step. A bias changes only which experts a router chooses, never the weights of the chosen
+    experts (arXiv 2408.15664). If some routers have a bias of their own, such as ``e_score_correction_bias`` of
+    DeepSeek-V3, updates move that bias, which is saved with the model, and routers without one are left alone.
+    Otherwise every router gets a bias of zeros in float32. It is added to the scores of routers that choose by scores,
+    such as Mixtral's, and to the logits of routers that choose by logits, such as GPT-OSS's.
 
-    Biases that were added are in the state dict, as ``...experts.pymoe_bias.bias``. No other program would add them to
-    the router's scores, so ``save_pretrained`` raises :class:`ValueError` once one of them is not 0, and so does a
-    ``Trainer`` that saves: keep ``model.state_dict()`` by ``torch.save``, and load it after another
-    ``add_expert_biases``. Adapters are saved by PEFT without them.
+    Added biases are in the state dict, as ``...experts.pymoe_bias.bias``. No other program would add them to the
+    router's scores, so ``save_pretrained``, also of a ``Trainer``, raises :class:`ValueError` once one of them is not
+    0: save ``model.state_dict()`` with ``torch.save`` instead, and load it after another ``add_expert_biases``. PEFT
+    saves adapters without these biases.
 
-    Loads are counted in the backward pass, in training: once a step even under activation checkpointing, and only if
+    In training mode the backward pass counts the loads: once per step, even under activation checkpointing, and only if
     the weights of the choice need a gradient.
 
     Args:
@@ -48,17 +48,18 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
         rate: the step by which an update moves a bias; DeepSeek-V3 trains with 0.001.
 
     Returns:
-        A handle; its ``remove()`` ends the balancing, and drops the biases that were added. Biases of the model's own
-        keep their values.
+        A handle; its ``remove()`` ends the balancing, and drops added biases. Biases of the model's own keep their
+        values.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: the rate is not positive; the model has no experts behind the interface, or others; it has biases by
-            this function already; a bias of its own is narrower than float32, so that steps would be lost; or it has no
-            bias and a block without a router ``gate`` or ``router``.
+        TypeError: an argument is of the wrong type.
+        ValueError: the rate is not positive; the model has no experts behind the interface, or has experts outside of
+            it; it already has biases from this function; a bias of its own is narrower than float32, so that small
+            steps would be lost; or it has no bias of its own, and a block without a router ``gate`` or ``router``.
 
-    The first forward raises :class:`ValueError` if a router that got a bias does not choose by one ``torch.topk`` among
-    all experts, as those that first choose groups of experts, and :class:`RuntimeError` in code that is compiled.
+    The first forward raises :class:`ValueError` if a router that got a bias does not choose by a single ``torch.topk``
+    among all experts but, for instance, chooses groups of experts first; it raises :class:`RuntimeError` in compiled
+    code.
 
     Example:
         >>> from pymoe.integrations.transformers import add_expert_biases
@@ -104,7 +105,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
 
 
 def refuse_to_save(model: nn.Module, state_dict: object) -> None:
-    """Raise if ``save_pretrained`` would write biases that no program adds to the scores when it reads them."""
+    """Raise ValueError if ``save_pretrained`` would write added biases, which ``from_pretrained`` would drop."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertBias) and module.bias is not None and module.bias.any():
             raise ValueError(
@@ -114,7 +115,7 @@ def refuse_to_save(model: nn.Module, state_dict: object) -> None:
 
 
 def _own_bias(block: nn.Module, experts: Any) -> tuple[nn.Module, str] | None:
-    """Return the module of a sparse block that holds the bias of its router, and its name."""
+    """Return the module of a sparse block that has the router's own bias, and the bias's name; None without a bias."""
     inside = set(experts.modules())
     for module in block.modules():
         if module not in inside:
@@ -135,7 +136,7 @@ def _mode(added: ExpertBias) -> Choosing:
 
 
 class _Hook:
-    """Is called with the arguments of every call of experts."""
+    """A forward pre-hook of experts: checks the choice, and makes the backward pass count its load."""
 
     def __init__(self, added: ExpertBias, chosen_by: ModeAround[Choosing] | None) -> None:
         self.added = added
@@ -157,7 +158,7 @@ class _Hook:
         elif mode.groups:
             problem = "chooses groups of experts first"
         elif not self.checked and not torch.equal(mode.indices.reshape(experts_TK.shape), experts_TK):
-            problem = "changes the choice"  # the code is the same in every call, so this waits for the device once
+            problem = "changes the choice"  # tested in the first call only, since it waits for the device
         if problem:
             raise ValueError(
                 f"add_expert_biases: expected a router that chooses by one torch.topk among {self.added.num_experts} "

@@ -1,8 +1,7 @@
-"""Describes the sparse blocks of transformers that :class:`pymoe.nn.MoE` can replace: where they keep weights and
-options.
+"""Tables of the sparse blocks of transformers that :class:`pymoe.nn.MoE` can replace: where weights and options are.
 
-A block is recognised by the name of its class. The table entries were made by reading the source of these classes; the
-tests compare each block with the layer that it becomes.
+A block is recognised by the name of its class. The entries come from the source code of these classes; the tests
+compare each block with the layer that replaces it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pymoe.integrations.transformers.interface import Flags
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes how the blocks of one class route, and where they keep weights and options.
+    """Describes how the blocks of a class route tokens, and where they have weights and options.
 
     Strings such as ``"gate.norm_topk_prob"`` are paths of attributes of the block, or keys of its state dict. Functions
     take the block and return the value.
@@ -25,29 +24,29 @@ class Plan:
 
     score: Score | Callable[[Any], Score] = "softmax"
     renormalize: bool | str | Callable[[Any], bool] = True
-    """True, False, the path of the attribute with this value, or a function."""
+    """True, False, the path of the attribute with the value, or a function."""
     router: str = "gate"
     weight: str = "weight"
     """The path of the router's weight, within the router."""
     bias: str | None = None
-    """The key of the bias that is added to the scores for the choice only."""
+    """The key of the bias that is added to the scores only for the choice of experts."""
     groups: bool = False
     """True if the router has ``num_group`` and ``topk_group`` and scores a group by the sum of its two best scores."""
     scale: str | Callable[[Any], float] | None = None
     router_bias: str | None = None
     """The key of the bias of the router's logits."""
     score_before_experts: bool = False
-    """True if the weights of the choices multiply the inputs of experts."""
+    """True if the weights of the choices multiply the inputs of experts, not their outputs."""
     shared: str | None = None
     """The name of the shared experts: a feed-forward network that every token passes through. Some blocks lack it."""
     shared_gate: str | None = None
-    """The key of the weight of the gate of their output."""
+    """The key of the weight of the gate that multiplies the shared experts' output."""
     outside: Flags | None = None
-    """The flags of experts outside of transformers' interface, whose ``act_fn`` is applied to the gate."""
+    """The flags of the experts if they are outside of transformers' interface; their ``act_fn`` is applied to gate."""
     only: dict[str, Any] = field(default_factory=dict)
-    """Attributes of a block with the values that this plan assumes; blocks with other values are refused."""
+    """Paths of attributes of a block, with the values that this plan assumes; blocks with other values are refused."""
     only_shared: dict[str, Any] = field(default_factory=dict)
-    """The same for blocks with shared experts."""
+    """More of them, which are tested only if the block has shared experts."""
 
 
 _FLAGGED = Plan(renormalize="gate.norm_topk_prob")
@@ -139,7 +138,7 @@ PLANS: dict[str, Plan] = {
     "MixtralSparseMoeBlock": _MIXTRAL,
     "NemotronHMoE": replace(_DEEPSEEK_V3, only={"config.moe_latent_size": None}),
     "OlmoeSparseMoeBlock": _FLAGGED,
-    # The weights are divided by the number of choices, and the sum is multiplied by it.
+    # The router divides the weights by top_k; the block multiplies the sum by its num_experts, which is top_k, too.
     "OpenAIPrivacyFilterMLP": replace(_GPT_OSS, scale=lambda block: block.num_experts / block.router.top_k),
     "Qwen2MoeSparseMoeBlock": _QWEN2,
     "Qwen3MoeSparseMoeBlock": _FLAGGED,

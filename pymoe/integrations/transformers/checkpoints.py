@@ -1,4 +1,4 @@
-"""Converts sparse blocks of transformers to :class:`pymoe.nn.MoE` and back, without changing a bit of the weights."""
+"""Converts sparse blocks of transformers to :class:`pymoe.nn.MoE` and back; weights keep their bits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from pymoe.nn.plain_calls import attached_to
 def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> MoE:
     """Return a :class:`pymoe.nn.MoE` that computes what a sparse block of transformers computes.
 
-    It takes blocks of Mixtral, OLMoE, Qwen2-MoE to Qwen3.5-MoE, GPT-OSS, Llama 4, Granite, Jamba, DeepSeek-V2 and -V3,
-    GLM-4, Ernie 4.5, Nemotron-H and others with routing that the layer supports: a softmax or a sigmoid over all
-    experts, groups, biases of the logits and of the choice, a factor of the weights, weights before or behind the
+    This works for blocks of Mixtral, OLMoE, Qwen2-MoE to Qwen3.5-MoE, GPT-OSS, Llama 4, Granite, Jamba, DeepSeek-V2 and
+    -V3, GLM-4, Ernie 4.5, Nemotron-H and others with routing that the layer supports: a softmax or a sigmoid over all
+    experts, groups, biases of the logits and of the choice, a scale of the weights, weights applied before or after the
     experts, and shared experts with or without a gate. The weights are copied and keep their bits, dtypes, devices and
-    ``requires_grad``. Outputs agree to rounding in float32. In bfloat16, some of transformers' routers round their
-    logits, while this one computes them in float32, so some tokens may choose another expert.
+    ``requires_grad``. In float32, outputs agree within rounding. In bfloat16, some of transformers' routers round their
+    logits, while ``MoE`` computes them in float32, so some tokens may choose another expert.
 
-    The layer returns its output alone, in the shape of the tokens. Blocks of GPT-OSS and Llama 4 return a pair, so a
-    layer cannot take their place inside of the model.
+    The layer returns only its output, in the shape of the tokens. Blocks of GPT-OSS and Llama 4 return a pair, so the
+    layer cannot replace them inside the model.
 
     Args:
-        block: the module that takes the place of a dense feed-forward network in a layer, such as
-            ``model.model.layers[0].mlp``.
+        block: the sparse feed-forward module of a model's layer, such as ``model.model.layers[0].mlp``.
         bias_update_rate: the layer's ``bias_update_rate`` if the block has a bias for the choice, otherwise unused. It
             must be greater than 0, and has no effect until :func:`pymoe.nn.update_expert_biases` is called.
 
@@ -42,9 +41,8 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
 
     Raises:
         TypeError: the weights of its experts are quantised.
-        ValueError: the block is of an unsupported class, or one of its options changes what it computes; or something
-            would be lost: a module in it has hooks, a ``forward`` or a class of its own, an adapter or a
-            parametrization.
+        ValueError: the block's class or one of its options is not supported; or something would be lost: a module in it
+            has hooks, a patched ``forward``, a class that is not from transformers, an adapter or a parametrization.
 
     Example:
         >>> from pymoe.integrations.transformers import from_transformers
@@ -83,9 +81,9 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
 def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any) -> Any:
     """Return a sparse block of transformers that computes what a :class:`pymoe.nn.MoE` computes.
 
-    It undoes :func:`from_transformers`: the weights are copied and keep their bits. A layer without expert bias becomes
-    a block whose bias is zero, where the class has one. Auxiliary losses and the bias's update rate are not part of a
-    block.
+    This is the inverse of :func:`from_transformers`: the weights are copied and keep their bits. If the class has a
+    bias for the choice and the layer has none, the bias becomes zero. A block has no auxiliary losses and no update
+    rate of the bias: they are dropped.
 
     Args:
         moe: the layer, with the options of such a block and without a capacity.
@@ -97,7 +95,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
 
     Raises:
         TypeError: ``moe`` is not a :class:`pymoe.nn.MoE`, or its experts are quantised.
-        ValueError: the class is of another kind, the configuration describes another layer than ``moe``, or something
+        ValueError: the class is not supported, the configuration describes a layer other than ``moe``, or something
             would be lost, as for :func:`from_transformers`.
 
     Example:
@@ -139,7 +137,7 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
 
 
 class _Part(NamedTuple):
-    """One tensor of the layer, and the tensors of the block that are concatenated to it."""
+    """A tensor of the layer, and the tensors of the block whose concatenation it is."""
 
     layer_key: str
     block_keys: tuple[str, ...]
@@ -213,7 +211,7 @@ def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
 
 
 def _check_weights(name: str, module: nn.Module, keys: list[str]) -> None:
-    """Raise unless the state dict of a module has these keys."""
+    """Raise ValueError unless the state dict of a module has these keys."""
     state = module.state_dict()
     if missing := [key for key in keys if key not in state]:
         raise ValueError(
@@ -233,7 +231,7 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if none would."""
+    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if none can."""
     kind, flags = type(block).__name__, _flags(block, plan)
     assumed = plan.only if _shared(block, plan) is None else plan.only | plan.only_shared
     for attribute, expected in assumed.items():
@@ -272,7 +270,7 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
 
 
 def _value(block: Any, where: Any) -> Any:
-    """Return what a plan says of a block: the attribute at a path, the result of a function, or the value itself."""
+    """Return the value of a plan's field for a block: the attribute at a path, a function's result, or a constant."""
     if isinstance(where, str):
         return attrgetter(where)(block)
     return where(block) if callable(where) else where

@@ -1,8 +1,9 @@
-"""Changes the choice of a router of transformers, and nothing else of what the router computes.
+"""Overrides which experts a router of the transformers library chooses, and nothing else.
 
-Routers choose by ``torch.topk``, of scores whose last dimension is E. :class:`Choosing` is on while a router runs: it
-replaces the indices that this call returns, and returns the router's own scores of the new indices as values. So the
-router computes the weights by its own rule, whatever that is.
+Routers choose experts by calling ``torch.topk`` on scores whose last dimension is E. While a router runs, the mode
+:class:`Choosing` intercepts that call: it substitutes its own indices, and gathers the router's scores at them as the
+values. The router thus still computes the weights by its own rule. (After a choice of groups, whose masking loses
+scores, the values are NaN.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Mode = TypeVar("Mode", bound=TorchFunctionMode)
 
 
 def router_of(block: nn.Module | None) -> Any:
-    """Return the router of a sparse block, or None."""
+    """Return the router of a sparse block; None if the block is None or has no router."""
     return next((child for name in ROUTERS if (child := getattr(block, name, None)) is not None), None)
 
 
 class Choosing(TorchFunctionMode):
-    """Lets ``choose`` choose the experts.
+    """A mode in which ``choose`` chooses the experts instead of ``torch.topk``.
 
     Args:
         num_experts: E, the number of experts.
@@ -41,9 +42,9 @@ class Choosing(TorchFunctionMode):
         self.num_experts = num_experts
         self.choose = choose
         self.indices: Tensor | None = None
-        """The last choice among all experts."""
+        """The indices of the last choice among all experts; None before it."""
         self.groups = False
-        """True once there was another choice before: of groups of experts, whose scores are masked afterwards."""
+        """True once the router has chosen groups of experts, after which it masks the scores of the other groups."""
 
     def __enter__(self) -> Choosing:
         _running.modes.append(self)
@@ -65,18 +66,18 @@ class Choosing(TorchFunctionMode):
         if size != self.num_experts or dim not in (-1, input.dim() - 1):
             self.groups = self.groups or size > 1  # the choice of the only group changes nothing
             return func(input, k, dim, **other)
-        func(input, k, dim, **other)  # for modes around this one, which do not see the call otherwise
+        func(input, k, dim, **other)  # so that modes around this one see the call, too
         indices = self.choose(input.detach(), k)
         for mode in _running.modes:
             mode.indices = indices
         values = input.gather(-1, indices)
-        if self.groups:  # the scores of experts outside of the router's own groups are lost, so no weight may use them
+        if self.groups:  # masking has lost the scores outside of the router's groups: make weights from them NaN
             values = torch.full_like(values, torch.nan)
         return torch.return_types.topk((values, indices))
 
 
 class _Running(threading.local):
-    """The modes that are on in a thread, innermost last."""
+    """The active :class:`Choosing` modes of a thread, innermost last."""
 
     def __init__(self) -> None:
         self.modes: list[Choosing] = []
@@ -86,7 +87,7 @@ _running = _Running()
 
 
 class ModeAround(Generic[Mode]):
-    """Puts a mode around every call of a router, until :meth:`remove`.
+    """Runs every call of a router inside a new mode, until :meth:`remove`.
 
     Args:
         router: the module whose call makes the choice.
@@ -96,25 +97,25 @@ class ModeAround(Generic[Mode]):
     def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
         self.make = make
         self.last: Mode | None = None
-        """The mode of the router's last call, if that returned."""
+        """The mode of the router's last call that returned; None once it is taken."""
         around = router.__dict__.get("forward")
         self._around = around if isinstance(around, _Around) else _Around(router)
         self._around.parts.append(self)
 
     def take(self) -> Mode | None:
-        """Return the mode of the router's call, once; None if it was not called since."""
+        """Return the mode of the router's last call; None if there was no call since the last ``take``."""
         last, self.last = self.last, None
         return last
 
     def remove(self) -> None:
-        """Leave the router as it was."""
+        """Stop running the router inside modes of this object."""
         self._around.remove(self)
 
 
 class _Around:
-    """Takes the place of a router's forward, and calls it inside the modes of all its parts.
+    """Replaces a router's forward: calls the forward inside the modes of all ``parts``.
 
-    Two hooks would not do: torch calls none after a :class:`KeyboardInterrupt`, and the modes would stay on.
+    A pair of hooks would not do: after a :class:`KeyboardInterrupt` torch calls no hook, and the modes would stay on.
     """
 
     def __init__(self, router: nn.Module) -> None:
@@ -143,7 +144,7 @@ class _Around:
 
 
 def _refuse_compiled(router: nn.Module, arguments: Any) -> None:
-    """Raise while code is compiled. It is a hook because torch traces code again for a new hook, not for a forward."""
+    """Raise RuntimeError under torch.compile. A hook does this, since Dynamo retraces for it, not for a new forward."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"

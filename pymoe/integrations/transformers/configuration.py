@@ -1,4 +1,4 @@
-"""PymoeConfig: how from_pretrained quantises a model of transformers, or which files it reads as they are."""
+"""PymoeConfig: how from_pretrained quantises a transformers model, or which quantised files it reads unchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ STORED: dict[str, Callable[[dict[str, Any]], StoredFormat]] = {
     "fp8": fp8_files.stored,
     **affine_files.STORED,
 }
-"""The format of files that is kept as it is, as a function of their configuration, by method."""
+"""By quantisation method, a function that returns the format of files from the entries of their configuration. Weights
+in these formats are kept unchanged."""
 
 OTHER_NAMES = {"load_in_4bit": "bits=4 gives 4 bits", "load_in_8bit": "bits=8 gives 8 bits", "w_bit": "bits"}
-"""Options of other quantisers, each with what stands for it here."""
+"""Options of other quantisers, each with the option of :class:`PymoeConfig` to use, or a clause that says it."""
 
 OTHER_FORMATS = {
     **dict.fromkeys((*STORED, "gguf"), f"format={AS_STORED!r} keeps the weights of such files as they are"),
@@ -30,7 +31,7 @@ OTHER_FORMATS = {
     "int8": "bits=8 gives integers of 8 bits",
     **dict.fromkeys(("int4", "nf4", "fp4"), "bits=4 gives 4 bits"),
 }
-"""Formats and methods of other quantisers, each with what stands for it here."""
+"""Formats and methods of other quantisers, each with a clause that says what options of :class:`PymoeConfig` to use."""
 
 if TYPE_CHECKING:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -41,54 +42,55 @@ else:
 class PymoeConfig(QuantizationConfigMixin):
     """Makes ``from_pretrained`` round the weights of a model's experts to 8 or 4 bits while it reads them.
 
-    The model computes the same as a model from ``from_pretrained(name, experts_implementation="pymoe")`` in the same
-    dtype after :func:`pymoe.nn.quantize_experts`. Weights are packed one after another: from safetensors, the peak
-    memory of loading is that of the quantised model and about one layer's experts in the dtype of the model. All other
-    weights are mapped from the files if these have the dtype of the model, and so are all weights of a saved model.
+    The model computes the same as one from ``from_pretrained(name, experts_implementation="pymoe")`` in the same dtype
+    after :func:`pymoe.nn.quantize_experts`. Weights are packed one after another: from safetensors, loading takes at
+    most the memory of the quantised model and of about one layer's experts in the dtype of the model. All other weights
+    are mapped from the files if the files have the dtype of the model, and so are all weights of a saved model.
 
-    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` finds in the folder;
-    :mod:`pymoe.integrations.transformers` must be imported, or transformers raises because of the weights' shapes. If
-    the folder has a configuration, transformers does not use the one that is passed to it, and warns.
+    ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` finds in the folder.
+    :mod:`pymoe.integrations.transformers` must be imported to read them; otherwise transformers raises because of the
+    weights' shapes. If the folder has a configuration, transformers ignores the one that is passed to it, and warns.
 
-    Checkpoints in MXFP4, as GPT-OSS is published, are the exception: ``PymoeConfig(bits=4, format="mxfp")`` takes the
-    place of their own configuration, and their codes and scales are kept as they are. They are not rounded to another
-    format. Without a ``PymoeConfig`` transformers loads them as ever: on a CPU it widens them to the model's dtype.
-    The same holds for checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, and
-    ``PymoeConfig(bits=8, format="fp")``, and for integers of GPTQ, AWQ and compressed-tensors and
-    ``PymoeConfig(bits=4, format="affine")``, or ``bits=8`` if their codes have 8 bits or their groups are no multiples
-    of 128 inputs. Of these, dense layers are kept as they are, too; other weights take the model's dtype.
+    Checkpoints in MXFP4, such as the published GPT-OSS, are an exception: ``PymoeConfig(bits=4, format="mxfp")``
+    replaces their own configuration. Their codes and scales are kept unchanged, never rounded to another format.
+    Without a ``PymoeConfig`` transformers loads them as usual: on a CPU it widens them to the model's dtype. The same
+    applies to checkpoints in FP8 with scales of blocks, such as DeepSeek-V3 and Qwen3-FP8, with
+    ``PymoeConfig(bits=8, format="fp")``; and to integers of GPTQ, AWQ and compressed-tensors, with
+    ``PymoeConfig(bits=4, format="affine")``, or with ``bits=8`` if their codes have 8 bits or the sizes of their groups
+    are not multiples of 128 inputs. In FP8 and integers, dense layers are kept unchanged, too. All other weights take
+    the model's dtype.
 
     A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
-    ``"stored"`` and ``bits`` are left out: each weight of experts gets the format that holds its type without rounding,
-    or the dtype of the model if it is not quantised, or, with a warning, integers of 8 bits if there is none. A dense
-    layer gets such a format, too, or the dtype of the model if there is none. All checkpoints above can be read with
-    ``"stored"``, too, which finds their bits, and ``config.json`` has it if the weights of a saved model have several
-    formats, or some of them none.
+    ``"stored"``, without ``bits``. Each weight of experts gets the format that represents its type without rounding; if
+    there is none, it is rounded to integers of 8 bits, with a warning. If it is not quantised, it takes the dtype of
+    the model. A dense layer gets such a format, too, or the dtype of the model if there is none. All checkpoints above
+    can also be read with ``"stored"``, which finds their bits. The ``config.json`` of a saved model has ``"stored"`` if
+    its experts have several formats or some of them are not quantised.
 
     Args:
-        bits: 8 or 4; 4 for ``"mxfp"``, 8 for ``"fp"``, also 2 for ``"affine"``, None for ``"stored"``. Elsewhere None
-            stands for 8.
+        bits: 8 or 4; must be 4 for ``"mxfp"`` and 8 for ``"fp"``, may also be 2 for ``"affine"``, and must be None for
+            ``"stored"``. For the other formats None means 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` or
             ``"symmetric"`` for integers of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the
-            format of the files. Configurations of earlier versions do not have it: theirs is ``"int"``.
-        linear_bits: 8 or 4, for dense layers: attention, shared experts, dense networks and the head, as
-            :func:`pymoe.nn.quantize_linears` chooses them; their weights become integers. None leaves them as they are
-            in the files: in few bits, if files of FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe have them so.
-            A head stays if the configuration ties it to the embedding, even if the files hold a weight of its own for
-            it, which ``quantize_linears`` would round.
-        version: version of the files. Those of version 1 are read unless they hold integers of 4 bits.
+            format of the files. Configurations of earlier versions have no format, which means ``"int"``.
+        linear_bits: 8 or 4 to round dense layers to integers: attention, shared experts, dense networks and the head,
+            as :func:`pymoe.nn.quantize_linears` selects them. None leaves them as they are in the files, which may be
+            quantised: in FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe's own format. A head that the configuration
+            ties to the embedding stays, even if the files have a weight of its own for it, which ``quantize_linears``
+            would round.
+        version: version of the files. Files of version 1 can be read unless they contain integers of 4 bits.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
     Raises:
         ImportError: transformers is older than 5.21.
         TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
-        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version is unknown, as in files of a
-            later pymoe or of an earlier one with integers of 4 bits; or an option is unknown.
+        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version cannot be read, because the
+            files are from a later pymoe, or have version 1 and integers of 4 bits; or an option is unknown.
 
-    ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or have other sizes
-    or bits than the configuration says, a weight is not finite, a file is cut short, a checkpoint of another
-    method is asked for in another format than its own or has a layout that is not kept, or the model has no experts
-    that pymoe quantises or runs another implementation of experts; for a GGUF file, also if a tensor is not one of the
+    ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or differ in size
+    or bits from the configuration; if a weight is not finite or a file is truncated; if a checkpoint of another method
+    is requested in a format other than its own, or has a layout that pymoe cannot keep; if the model has no experts
+    that pymoe quantises, or runs another implementation of experts; and if a tensor of a GGUF file is not one of the
     model's.
 
     Example:
@@ -138,12 +140,12 @@ class PymoeConfig(QuantizationConfigMixin):
         self.bits = bits
         self.format = format
         self.linear_bits = linear_bits
-        self.version = FORMAT  # of the files that this configuration is saved with
+        self.version = FORMAT  # the version of the files that will be saved with this configuration
         self.quant_method = quant_method
         self.folder: Path | None = None
-        """Folder of the unnamed files in which packed weights are until they are saved; None to keep them in memory."""
+        """Folder for the unnamed files that keep packed weights until they are saved; None to keep them in memory."""
         self.stored: StoredFormat | None = None
-        """The format of the files in the place of whose configuration this is; None if there are none."""
+        """The format of the files whose own configuration this one replaces; None if it replaces none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for ``config.json``."""
@@ -157,16 +159,16 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
 
     Args:
         entries: the entries of the files' configuration.
-        passed: what was passed to ``from_pretrained``; it is not changed.
+        passed: the configuration that was passed to ``from_pretrained``, or None; it is not changed.
 
     Raises:
-        ValueError: the files hold weights in a way that is not kept: FP8 without scales of blocks of 128 x 128, for
+        ValueError: pymoe cannot keep the weights of the files unchanged: FP8 without scales of blocks of 128 x 128, for
             instance, or groups of other sizes.
     """
     if not isinstance(passed, PymoeConfig):
         return None
     if passed.stored == gguf_files.STORED:
-        return passed  # the entries are of other files of the same model
+        return passed  # the entries describe other files of the same model, not the GGUF file
     method = entries.get("quant_method")
     stored = STORED.get(method) if isinstance(method, str) else None
     return None if stored is None else _for_files(passed, stored(entries))
@@ -178,7 +180,7 @@ def configuration_for_gguf(passed: Any) -> PymoeConfig | None:
 
 
 def _for_files(passed: PymoeConfig, stored: StoredFormat) -> PymoeConfig:
-    """Return a configuration for files in a format of another method."""
+    """Return a copy of ``passed`` for files in the format ``stored`` of another method."""
     chosen = copy.copy(passed)
     chosen.stored = stored
     if chosen.format == AS_STORED:

@@ -1,7 +1,7 @@
 """Runs the experts of a transformers model on pymoe's operators: this is ``experts_implementation="pymoe"``.
 
-The model keeps its parameters, its router and its state dict. Weights are read in place, those stored as (E, in, out)
-through strides. Without gradients, and with one of pymoe's activations, one native call does everything.
+The model keeps its parameters, its router and its state dict. Weights are read in place; those stored as (E, in, out)
+are read through strides. Without gradients and with one of pymoe's activations, a single native call does everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pymoe.nn.low_rank import LowRank
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the output of an experts module of transformers, as its eager forward does, computed by pymoe's operators.
+    """Return what the eager forward of an experts module of transformers returns, computed by pymoe's operators.
 
     The signature, and the flags of ``experts``, are those of transformers' ``use_experts_implementation``. The layout
     of gate and up in ``gate_up_proj`` differs between modules, so the module's own gate function is applied to the
@@ -33,15 +33,16 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     Args:
         experts: a module behind transformers' experts interface.
         hidden_states: (T, H). Outside of autocast it is cast to the dtype of the weights.
-        top_k_index: (T, K) integers, the experts of every token. With expert parallelism, numbers from E on mean
+        top_k_index: (T, K) integers, the experts of every token. With expert parallelism, values of E and above mean
             experts of other ranks, which add nothing.
-        top_k_weights: (T, K), the factor of every choice.
+        top_k_weights: (T, K), the weight of every choice.
 
     Returns:
         (T, H), the dtype of ``hidden_states``. Differentiable in it, in ``top_k_weights`` and in all parameters.
 
     Raises:
-        TypeError: the weights are not of a floating dtype that pymoe computes in, such as those of a quantised model.
+        TypeError: the weights do not have a floating dtype in which pymoe computes, as in a model that another package
+            has quantised.
     """
     flags = interface.flags(experts)
     name = "gate_up_proj" if flags.gated else "up_proj"
@@ -84,15 +85,15 @@ def run_experts(
     Args:
         x: (T, H), of any floating dtype; it is cast to the weights' dtype, or by autocast.
         index: (T, K) integers, the experts of every token.
-        weights: (T, K), the factor of every choice.
+        weights: (T, K), the weight of every choice.
         w_in: (E, N, H), any strides.
         w_out: (E, H, F), any strides.
         activation: applied between the two products; a function may return any floating dtype.
         b_in: (E, N), of any floating dtype.
         b_out: (E, H), of any floating dtype.
         post_norm: a function from (S, H) to (S, H), applied to the experts' outputs before they are weighted.
-        foreign_experts: ``index`` may hold numbers from E on, which add nothing.
-        transposed: the weights are (E, H, N) and (E, F, H) instead.
+        foreign_experts: True allows values of E and above in ``index``; such choices add nothing.
+        transposed: True if the weights are (E, H, N) and (E, F, H) instead.
         adapters_in: adapters of the first product.
         adapters_out: adapters of the second product.
 

@@ -1,8 +1,9 @@
-"""Checkpoints that hold weights in FP8 with scales of blocks, as DeepSeek-V3 and Qwen3-FP8: experts out of them.
+"""Checkpoints with weights in FP8 and scales of blocks, such as DeepSeek-V3 and Qwen3-FP8.
 
-Next to a weight NAME, (N, H) float8_e4m3fn, the files have NAME_scale_inv, (ceil(N / 128), ceil(H / 128)), by which the
-values are multiplied. These are the rules of ``transformers.integrations.finegrained_fp8``, which needs whole blocks,
-however. A row of bytes of an output has its codes, and then a float32 scale for each block of inputs.
+Next to a weight NAME, (N, H) float8_e4m3fn, the files have its scales NAME_scale_inv, (ceil(N / 128), ceil(H / 128));
+values are multiplied by them. These are the rules of ``transformers.integrations.finegrained_fp8``, except that it
+needs whole blocks. The row of bytes that is made for an output has its codes, then a float32 scale for each block of
+inputs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pymoe.nn import QuantizedLinear
 from pymoe.ops import dequantize_weight, pack_weight
 
 ENDING = "_scale_inv"
-"""What the name of a weight's scales has in addition to that of the weight."""
+"""Suffix of the name of a weight's scales after the name of the weight."""
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """Dtypes of scales, which all become float32 without rounding."""
 
 
 def stored(entries: Mapping[str, Any]) -> StoredRows:
-    """Return the format of a folder with such a configuration.
+    """Return the format of a folder whose configuration has these entries.
 
     Raises:
-        ValueError: the blocks have other sizes, or the experts are in FP4.
+        ValueError: the blocks are not 128 x 128, or the experts are not in FP8.
     """
     block, dtype = entries.get("weight_block_size"), entries.get("expert_dtype") or STORED.method
     if not isinstance(block, list | tuple) or list(block) != [BLOCK, BLOCK] or dtype != STORED.method:
@@ -55,7 +56,7 @@ class _Blocks(StoredRows):
         }
 
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return (..., N, H + 4 * ceil(H / 128)) uint8.
+        """Return rows of bytes, (..., N, H + 4 * ceil(H / 128)) uint8: codes, then scales.
 
         Args:
             parts: codes (..., N, H), and scales (..., ceil(N / 128), ceil(H / 128)).
@@ -76,7 +77,7 @@ class _Blocks(StoredRows):
         return torch.cat([codes.view(torch.uint8), wide.view(torch.uint8)], dim=-1)
 
     def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of a stacked weight, with every code and scale as it is."""
+        """Return the packed bytes of a stacked weight; every code and scale is kept unchanged."""
         inputs = layer.input_features
         self.check_rows(name, rows, layer, inputs + 4 * (up(inputs, BLOCK) // BLOCK))
         codes, scales = rows[..., :inputs], self.numbers_after(rows, inputs)
@@ -85,7 +86,7 @@ class _Blocks(StoredRows):
         return pack_weight(codes.view(torch.float8_e4m3fn), scales).packed
 
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight of another layer as (N, H) float32, whose numbers are finite."""
+        """Return a weight as (N, H) float32; raise ValueError if a value is not finite."""
         rows, inputs = self.joined(parts)[None], parts[WEIGHT].shape[-1]
         by_output = self.numbers_after(rows, inputs)
         weight: QuantizedWeight = pack_weight(rows[..., :inputs].view(torch.float8_e4m3fn), by_output)

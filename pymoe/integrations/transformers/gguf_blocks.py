@@ -1,14 +1,15 @@
-"""Blocks of GGUF files: which types of them pymoe computes with as they are, and packed weights out of them.
+"""Blocks of GGUF files: the types that pymoe keeps without rounding, and the packing of weights of all types.
 
-A row of a tensor is a run of blocks, each with its own scales; the layouts are those of ggml's ``ggml-quants.h``.
+A row of a tensor is a sequence of blocks, each with its own scales; the layouts are those of ggml's ``ggml-quants.h``.
 
-- Q4_K and MXFP4 have a format of their own: integers of 4 bits, and "mxfp".
-- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 are codes with a scale and an offset for 32 inputs, as "affine" in 8 bits has.
-- Q2_K is codes with a scale and an offset for 16 inputs, as "affine" in 2 bits has.
-- Q6_K, Q3_K, IQ4_NL and IQ4_XS are signed codes with a scale for 16 or 32 inputs, as "symmetric" has.
-- F32, F16 and BF16 are no blocks: experts of these alone, and dense layers of these, take the model's dtype.
-- Experts of all other types are widened and rounded to integers of 8 bits, one expert after another; dense layers of
-  these types take the model's dtype.
+- Q4_K becomes "int" with 4 bits, and MXFP4 becomes "mxfp": the same codes and scales.
+- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 have codes with a scale and an offset for 32 inputs, like "affine" with 8 bits.
+- Q2_K has codes with a scale and an offset for 16 inputs, like "affine" with 2 bits.
+- Q6_K, Q3_K, IQ4_NL and IQ4_XS have signed codes with a scale for 16 or 32 inputs, like "symmetric".
+- F32, F16 and BF16 have no blocks: if all weights of an experts module are of these types, and for dense layers of
+  these types, the model's dtype is used.
+- Experts of all other types are widened and rounded to integers of 8 bits, one expert at a time; dense layers of these
+  types take the model's dtype.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pymoe.ops import pack_weight, quantize_weight
 from pymoe.reference.quantized_weight import fields_of_q4_k, pack_q4_k
 
 ROUNDED: Format = ("int", 8)
-"""The format of weights whose type has none."""
+"""The format to which weights are rounded if their type has none."""
 HALVES = {
     **dict.fromkeys(("Q4_K", "Q5_K", "Q5_1", "Q4_1"), slice(0, 4)),
     **dict.fromkeys(("Q8_0", "Q5_0", "Q4_0", "IQ4_NL", "IQ4_XS"), slice(0, 2)),
     **dict.fromkeys(("Q6_K", "Q3_K"), slice(-2, None)),
     "Q2_K": slice(-4, None),
 }
-"""Where a block has its float16."""
+"""The bytes of a block that contain its float16 numbers, by type."""
 ONE = b"\x00\x3c"
 """The bytes of 1 in float16."""
 ONES = {
@@ -43,24 +44,25 @@ ONES = {
     "IQ4_NL": (ONE + 16 * b"\x88", slice(2, 18)),
     "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
 }
-"""Types whose values are products of codes and scales: a block where each of them is 1, and where it has its codes."""
+"""For types whose values are products of codes and scales: a block with all codes and scales 1, and the slice of its
+bytes that contains the codes."""
 ROWS = 1024
-"""Number of outputs of a dense layer that are packed at a time: a head has one for each token of a vocabulary."""
+"""Number of outputs of a dense layer that are packed at a time, since a head has an output for each token."""
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of the types that hold numbers one by one."""
+"""Dtypes of the types that are not quantised."""
 Join = Callable[[list[Tensor]], Tensor]
 
 
 class Order(NamedTuple):
-    """The places in a tensor of the rows and columns of a dense layer's weight; None if they are the same."""
+    """The rows and columns of a file's tensor from which those of a dense layer's weight come; None for no change."""
 
     rows: Tensor | None = None
-    """(N,) integers."""
+    """(N,) integers: for each row of the weight, the row of the tensor."""
     columns: Tensor | None = None
-    """(H,) integers."""
+    """(H,) integers: for each column of the weight, the column of the tensor."""
 
     def keeps_groups(self, size: int) -> bool:
-        """Return whether each ``size`` columns that share a scale stay together, in their order."""
+        """Return whether each group of ``size`` columns, which share a scale, stays together and keeps its order."""
         if self.columns is None:
             return True
         groups = self.columns.view(-1, size)
@@ -68,7 +70,7 @@ class Order(NamedTuple):
         return not bool((groups[:, 0] % size).any()) and bool((groups == groups[:, :1] + within).all())
 
     def of_columns(self, parts: list[Tensor]) -> Tensor:
-        """Return the only part, (N, groups of columns, ...), with the columns in the order of the weight."""
+        """Return the only part, (N, groups of columns, ...), with its groups in the order of the weight."""
         (part,) = parts
         if self.columns is None:
             return part
@@ -77,11 +79,11 @@ class Order(NamedTuple):
 
 
 def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda size: True) -> Format:
-    """Return the format of a weight whose rows come from tensors of these types: one that holds all, or ``ROUNDED``.
+    """Return a format that represents all of these types without rounding, or ``ROUNDED`` if there is none.
 
     Args:
-        types: the types.
-        keeps_groups: returns whether each group of so many columns, from the first column on, stays together.
+        types: the types of the tensors that make up a weight.
+        keeps_groups: takes a number of columns; returns whether groups of so many columns stay together.
     """
     first, *others = (_formats(one) for one in types)
     held = (one for one in first if all(one in other for other in others) and keeps_groups(_columns(one)))
@@ -89,31 +91,31 @@ def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda
 
 
 def _formats(kind: str) -> list[Format]:
-    """Return the formats that hold a type, that of the fewest bits first."""
-    if kind == "Q4_K":  # codes of 4 bits, with a scale and a minimum for 32 inputs, are affine, too
+    """Return the formats that represent a type without rounding, the one with the fewest bits first."""
+    if kind == "Q4_K":  # codes of 4 bits with a scale and a minimum for 32 inputs fit into "affine", too
         return [KEPT["Q4_K"], KEPT["Q8_0"]]
     return [KEPT[kind]] if kind in KEPT else []
 
 
 def _columns(format: Format) -> int:
-    """Return how many columns of a weight share what precedes their codes in a format."""
+    """Return the number of columns that share scales in a format (in int4: that share a super-block)."""
     number = FORMATS[format]
     return RUNS[number][0] if number in RUNS else GROUP * SUPER if format == ("int", 4) else GROUP
 
 
 def is_held(types: Iterable[str], dtype: torch.dtype) -> bool:
-    """Return whether a dtype holds all numbers of types of ``FLOATING``."""
+    """Return whether ``dtype`` represents all values of these types of ``FLOATING``."""
     return all(torch.promote_types(FLOATING[one], dtype) == dtype for one in types)
 
 
 def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any) -> Tensor:
-    """Return the packed bytes of a stacked weight, one expert after another.
+    """Return the packed bytes of a stacked weight, packing one expert at a time.
 
     Args:
-        tensors: of ``GGUFReader``, each (E, N, H) in the order of GGUF, with rows of the same inputs.
+        tensors: tensors of ``GGUFReader``, (E, N, H) each, which together have the weight's rows.
         format: from :func:`format_of` for their types.
-        join: puts the rows of an expert's parts, (N, ...) each, in the order of the model.
-        gguf: the package of this name.
+        join: takes an expert's rows from each tensor, (N, ...), and returns all of them in the order of the model.
+        gguf: the Python package ``gguf``.
 
     Raises:
         ValueError: a scale or, where weights are rounded, a weight is not a finite number.
@@ -134,13 +136,13 @@ def packed_weight(tensors: Sequence[Any], format: Format, join: Join, gguf: Any)
 
 
 def packed_rows(tensor: Any, shape: tuple[int, int], format: Format, order: Order, gguf: Any) -> Tensor:
-    """Return the packed bytes of the weight of a dense layer, ``ROWS`` outputs after one another.
+    """Return the packed bytes of the weight of a dense layer, packing ``ROWS`` outputs at a time.
 
     Args:
-        tensor: of ``GGUFReader``, with N rows.
+        tensor: a tensor of ``GGUFReader`` with N rows.
         shape: (N, H).
-        format: one that holds its type, and in which the order keeps groups.
-        order: that of rows and columns.
+        format: a format that represents the tensor's type without rounding, and whose groups the order keeps.
+        order: the order of the weight's rows and columns.
         gguf: as for :func:`packed_weight`.
 
     Raises:
@@ -156,11 +158,11 @@ def packed_rows(tensor: Any, shape: tuple[int, int], format: Format, order: Orde
 
 
 def floating_weight(tensors: Sequence[Any], join: Join) -> Tensor:
-    """Return a stacked weight (E, N, H) of types of ``FLOATING``, in a dtype that holds it.
+    """Return a stacked weight (E, N, H) of types of ``FLOATING``: in their dtype if they share one, else in float32.
 
     Args:
         tensors: as for :func:`packed_weight`.
-        join: as there.
+        join: as for :func:`packed_weight`.
     """
     dtypes = [FLOATING[one.tensor_type.name] for one in tensors]
     inputs, outputs, experts = (int(size) for size in tensors[0].shape)
@@ -174,7 +176,7 @@ def floating_weight(tensors: Sequence[Any], join: Join) -> Tensor:
 
 
 def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
-    """Return the blocks (N, blocks, bytes) of rows (N, bytes), whose scales are finite."""
+    """Return rows (N, bytes) as blocks (N, blocks, bytes); raise ValueError if a scale is not finite."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]
     blocks = rows.unflatten(1, (rows.shape[1] // size, size))
     bad = blocks[..., 0] == NAN if name == "MXFP4" else ~_halves(blocks, name).isfinite().all(dim=-1)
@@ -185,12 +187,12 @@ def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
 
 
 def _halves(blocks: Tensor, name: str) -> Tensor:
-    """Return the float16 of blocks, as float32."""
+    """Return the float16 numbers of blocks, converted to float32."""
     return blocks[..., HALVES[name]].contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
-    """Return codes of 4 bits: a run of bytes holds as many codes in its lower halves, and then those in the upper."""
+    """Unpack codes of 4 bits: from each ``run`` bytes, first the codes in the lower halves, then those in the upper."""
     runs = codes.unflatten(-1, (codes.shape[-1] // run, run))
     return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
 
@@ -212,9 +214,9 @@ def _pack_affine(blocks: list[tuple[str, Tensor]], join: Join, _: Any, bits: int
 
 
 def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes (N, H) uint8, scales and offsets float32 for which blocks stand. Exact.
+    """Return the codes of blocks, (N, H) uint8, and their scales and offsets in float32, all exact.
 
-    Scales and offsets are (N, H / 32), and (N, H / 16) of Q2_K.
+    Scales and offsets are (N, H / 32), but (N, H / 16) for Q2_K.
     """
     halves = _halves(blocks, name)
     if name == "Q2_K":  # bits 2 g and 2 g + 1 of byte j of a half belong to its input 32 g + j
@@ -249,9 +251,10 @@ def _pack_symmetric(blocks: list[tuple[str, Tensor]], join: Join, gguf: Any) -> 
 
 
 def _symmetric(name: str, blocks: Tensor, gguf: Any) -> tuple[Tensor, Tensor]:
-    """Return the codes (N, H) int8 and scales (N, H / 16) float32 for which blocks stand. Exact.
+    """Return the codes of blocks, (N, H) int8, and their scales, (N, H / 16) float32, both exact.
 
-    The package widens blocks whose scales are 1, and blocks whose codes are.
+    The package gguf computes them: the codes are the values of the blocks with all scales set to 1, and the scales are
+    the values with all codes set to 1.
     """
     block, codes = ONES[name]
     ones = torch.tensor(list(block), dtype=torch.uint8)
@@ -278,4 +281,4 @@ KEPT: dict[str, Format] = {
     "Q2_K": ("affine", 2),
     "MXFP4": ("mxfp", 4),
 }
-"""Formats of the types that are kept as they are."""
+"""Formats of the types that are kept without rounding."""

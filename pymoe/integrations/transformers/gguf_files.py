@@ -1,12 +1,12 @@
-"""GGUF files, as llama.cpp has them: experts and dense layers out of one, and lazily the other tensors.
+"""Reads GGUF files of llama.cpp: experts and dense layers as packed weights, and the other tensors lazily.
 
 llama-gguf-split cuts a file into parts, ``NAME-00001-of-00003.gguf`` and so on: each is a GGUF file with some of the
 tensors, and the first has the metadata.
 
 Layer N has its experts in ``blk.N.ffn_gate_exps.weight``, ``ffn_up_exps`` and ``ffn_down_exps``, (E, out, in) each; the
-model has one weight for gate and up. Of all other tensors transformers' own tables say the names, and what is done to
-them. A dense layer keeps the codes and scales of its tensor, if this at most moves rows and whole groups of columns.
-Every tensor of the file must be one of the model's, and the other way round.
+model has a single weight for gate and up. For all other tensors, transformers' own tables give the names in the model
+and the conversion of the values. A dense layer keeps the codes and scales of its tensor if the conversion only moves
+rows and whole groups of columns. Every tensor of the file must be one of the model's, and vice versa.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MODELS = {
     "gpt-oss": "gpt_oss",
     "minimax-m2": "minimax_m2",
 }
-"""transformers' names of model types, by the architectures of files."""
+"""transformers' model types, by the architecture that a file names."""
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-"""The tensors of a file in the order of the rows of a stacked weight."""
+"""The tensors of a file that together have the rows of a stacked weight, in order."""
 ENTRIES: dict[str, Callable[[Any], Any]] = {
     "block_count": lambda config: config.num_hidden_layers,
     "expert_used_count": lambda config: config.num_experts_per_tok,
@@ -70,14 +70,14 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
         "original_max_position_embeddings", config.max_position_embeddings
     ),
 }
-"""Entries of the metadata, after the architecture's name, that say what sizes of tensors do not, and their places in
-configurations."""
+"""Entries of the metadata (without the architecture's prefix) that the sizes of tensors do not imply, each with a
+function that returns the value from a model's configuration."""
 SPLIT = ("split.no", "split.count", "split.tensors.count")
-"""Entries of the metadata of parts: the number of the part, the number of parts, and that of all parts' tensors."""
+"""Entries of the metadata of a part: its index, the number of parts, and the number of tensors in all parts."""
 Process = Callable[[Any, str], Any]
-"""Makes the values of a tensor of the model of those of a tensor of the file, and of its name there."""
+"""Takes the values of a tensor of the file and its name there; returns the values of the model's tensor."""
 DAMAGED = (ArithmeticError, LookupError, MemoryError, TypeError, ValueError, struct.error)
-"""What readers of headers raise for damaged ones."""
+"""Errors that header readers raise for a damaged header."""
 
 
 def package() -> Any:
@@ -94,15 +94,15 @@ def package() -> Any:
 
 
 class Weight(NamedTuple):
-    """Describes a stacked weight of the model, its bias, or the weight of a dense layer, by tensors with its rows."""
+    """A stacked weight of the model, the bias of one, or the weight of a dense layer, with the tensors of its rows."""
 
     tensors: tuple[Any, ...]
-    """Of ``GGUFReader``: one, or gate and up."""
+    """Tensors of ``GGUFReader``: a single one, or gate and up."""
     format: Format
     interleaved: bool = False
-    """Whether the rows of gate and up take turns in the model."""
+    """Whether rows of gate and up alternate in the model."""
     order: Order | None = None
-    """That of a dense layer; None for a stacked weight."""
+    """The order of rows and columns of a dense layer's weight; None for a stacked weight."""
 
     @property
     def types(self) -> list[str]:
@@ -110,11 +110,11 @@ class Weight(NamedTuple):
         return [one.tensor_type.name for one in self.tensors]
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return rows in the order of the model, from those of the tensors: an expert's, (N, ...) each."""
+        """Join an expert's rows from each tensor, (N, ...), in the order of the model."""
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def packed(self, name: str, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of the weight called ``name``, which ``layer`` is to hold.
+        """Return the packed bytes of the weight called ``name`` for ``layer``, which must have its format and sizes.
 
         Raises:
             ValueError: a scale or weight is not a finite number.
@@ -130,24 +130,24 @@ class Weight(NamedTuple):
             raise ValueError(f"expected weights that can be packed, got {names} for {name!r}: {error}") from error
 
     def bias(self) -> Tensor:
-        """Return the bias, (E, N) float32."""
+        """Return the tensors' values as the bias of a stacked weight, (E, N) float32."""
         parts = [torch.from_numpy(_values(one)).T for one in self.tensors]
         return self.join(parts).T.contiguous()
 
     def whole(self, transposed: bool) -> Tensor:
-        """Return the weight in floating point, (E, N, H), or (E, H, N) if ``transposed``."""
+        """Return a weight of types that are not quantised: (E, N, H), or (E, H, N) if ``transposed``."""
         weight = gguf_blocks.floating_weight(self.tensors, self.join)
         return weight.mT.contiguous() if transposed else weight
 
 
 class LazyTensor:
-    """A tensor that is read when transformers takes it, as it takes slices of safetensors."""
+    """A tensor that is read when transformers indexes it, in the way in which it indexes slices of safetensors."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self.read = read
 
     def get_dtype(self) -> str:
-        """Return the dtype that others have, by its name in safetensors."""
+        """Return the name of float32 in safetensors."""
         return "F32"
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -155,7 +155,7 @@ class LazyTensor:
 
 
 class GgufFile:
-    """A file whose header has been read and whose tensors are where they must be, or the parts of one.
+    """A GGUF file, or all parts of one, whose headers have been read and checked.
 
     Args:
         path: path of the file, or of its first part.
@@ -163,8 +163,8 @@ class GgufFile:
     Raises:
         ImportError: the package gguf is not installed.
         OSError: there is no such file.
-        ValueError: a header is damaged, a tensor is not where llama.cpp would look for it, a file is cut short, a part
-            is missing or is one of another file, or the architecture is one that pymoe does not read.
+        ValueError: a header is damaged, a tensor is not where llama.cpp would look for it, a file is truncated or has
+            trailing bytes, a part is missing or is part of another file, or pymoe does not read the architecture.
     """
 
     def __init__(self, path: str) -> None:
@@ -186,28 +186,30 @@ class GgufFile:
         self.stacked: dict[str, Weight] = {}
         """Stacked weights by their names in the model, from :meth:`plan`."""
         self.dense: dict[str, Weight] = {}
-        """Weights of dense layers that stay in few bits."""
+        """Weights of dense layers that stay quantised."""
         self.others: dict[str, LazyTensor] = {}
         """All other tensors of the model."""
         self.floating: dict[str, Weight] = {}
-        """Those of them that are stacked weights."""
+        """The stacked weights among ``others``."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the experts; None if some are quantised, or they have several."""
+        """Return the dtype of the experts; None if some are quantised or they have several dtypes."""
         types = {one.tensor_type.name for name, one in self.tensors.items() if name.endswith("_exps.weight")}
         return gguf_blocks.FLOATING.get(types.pop()) if len(types) == 1 else None
 
     def _read(self, path: str, part: list[Any] | None = None) -> tuple[dict[str, Any] | None, list[Any]]:
-        """Add the tensors of a file; return its metadata, if they name an architecture, and its entries of ``SPLIT``.
+        """Add the tensors of a file to ``tensors``; return its metadata and its values of ``SPLIT``.
+
+        The metadata are None if they name no architecture.
 
         Args:
             path: path of the file.
-            part: the entries that it must have, or None if it may have any.
+            part: the values of ``SPLIT`` that it must have; None allows any.
         """
         gguf = package()
         try:
-            # The second reader trusts lengths, for which the first one looks whether the file has as many bytes.
+            # GGUFReader trusts the lengths in the header; gguf_metadata checks them against the size of the file.
             metadata = interface.gguf_metadata(path)
             reader = gguf.GGUFReader(path, "c")
             said = [reader.fields[key].contents() if key in reader.fields else None for key in SPLIT]
@@ -236,11 +238,11 @@ class GgufFile:
         return metadata, said
 
     def _read_parts(self, path: str, said: list[Any]) -> None:
-        """Add the tensors of all parts but the first.
+        """Add the tensors of all parts except the first.
 
         Args:
             path: path of the first part.
-            said: its entries of ``SPLIT``.
+            said: its values of ``SPLIT``.
         """
         number, count, total = said
         ending = f"-00001-of-{count!s:0>5}.gguf"
@@ -260,18 +262,18 @@ class GgufFile:
             )
 
     def plan(self, model: Any, dense: Container[str]) -> None:
-        """Find the tensors of a model's weights, before its experts and dense layers are replaced.
+        """Assign the tensors of the file to the weights of a model, before its experts and dense layers are replaced.
+
+        Warns once for the whole file if experts will be rounded, because pymoe has no format for their types or the
+        model's dtype cannot represent their values.
 
         Args:
-            model: the model.
-            dense: names of the weights of dense layers that stay in few bits if a format holds them.
-
-        Warns, once for the whole file, of experts that are rounded, because pymoe has no format for their types or the
-        model's dtype does not hold them.
+            model: the model, not yet quantised.
+            dense: names of dense layers' weights that should stay quantised where pymoe has a format for them.
 
         Raises:
-            ValueError: the model is of another architecture; a tensor is missing, is not one of the model's, or has
-                another size; or a tensor's type cannot be widened.
+            ValueError: the model has another architecture, or its config contradicts the file; a tensor is missing,
+                unknown or of another size, or has a type that cannot be widened.
         """
         if model.config.model_type != MODELS[self.architecture]:
             raise ValueError(
@@ -281,7 +283,7 @@ class GgufFile:
         for key, value_of in ENTRIES.items():
             name = f"{self.architecture}.{key}"
             value, expected = value_of(model.config), self.metadata.get(name)
-            if key == "block_count":  # with layers that predict further tokens, which models of transformers lack
+            if key == "block_count":  # includes layers that predict further tokens, which transformers' models lack
                 further = self.metadata.get(f"{self.architecture}.nextn_predict_layers")
                 value += further if isinstance(further, int) else 0
             if expected is not None and not _equal(value, expected):
@@ -295,7 +297,7 @@ class GgufFile:
         names, process = interface.gguf_names(model, self.architecture, left)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
         for name, tensor in left.items():
-            bare = names.get(name.removesuffix(".weight"))  # of a parameter that is not called weight
+            bare = names.get(name.removesuffix(".weight"))  # for a parameter that is not called weight
             target = names.get(name, bare) or ""
             if target in state and target not in self.others and target not in self.dense:
                 expected = tuple(state[target].shape)
@@ -324,7 +326,7 @@ class GgufFile:
         self._warn(model)
 
     def _plan_experts(self, path: str, module: Any, left: dict[str, Any]) -> None:
-        """Find the tensors of the stacked weights of a module, and take them out of those that are left."""
+        """Remove the tensors of a module's stacked weights from ``left``, and assign them to the weights."""
         kind = fused_activation(module) if interface.is_behind(module) else None
         interleaved = isinstance(kind, ClampedSwiglu) and kind.interleaved
         planned: dict[str, Weight] = {}
@@ -357,7 +359,7 @@ class GgufFile:
             transposed = interface.flags(module).transposed
             self.others |= {name: LazyTensor(functools.partial(one.whole, transposed)) for name, one in planned.items()}
             self.floating |= planned
-        else:  # the two weights of one network are both packed or both not
+        else:  # if one of the two weights must be packed, both are
             self.stacked |= planned
 
     def _warn(self, model: Any) -> None:
@@ -379,7 +381,7 @@ class GgufFile:
 
 
 def _equal(value: Any, expected: Any) -> bool:
-    """Return whether an entry of a configuration is that of the metadata, which may be of any type if it is damaged."""
+    """Return whether a value of a configuration equals one of the metadata, which may have any type."""
     if isinstance(value, str):
         return bool(value == expected)
     return all(isinstance(one, int | float) for one in (value, expected)) and math.isclose(
@@ -388,7 +390,7 @@ def _equal(value: Any, expected: Any) -> bool:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's shape in the order of torch."""
+    """Return the shape of a tensor of ``GGUFReader`` in torch's order of dimensions."""
     return tuple(reversed(tensor.shape.tolist()))
 
 
@@ -400,7 +402,7 @@ def _other_size(tensor: Any, expected: Iterable[int], name: str) -> ValueError:
 
 
 def _check_widened(tensors: Iterable[Any]) -> None:
-    """Raise if the package gguf does not know how to widen one of the tensors."""
+    """Raise ValueError if the package gguf cannot widen the type of one of the tensors."""
     gguf = package()
     for one in tensors:
         try:
@@ -414,11 +416,11 @@ def _check_widened(tensors: Iterable[Any]) -> None:
 
 
 def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weight | None:
-    """Return the weight of a dense layer in few bits; None if no format holds its codes and scales.
+    """Return the weight of a dense layer that can stay quantised; None if no format can keep its codes and scales.
 
     Args:
-        tensor: of ``GGUFReader``, (N, H) in the order of GGUF.
-        process: what makes the model's weight of the tensor's values.
+        tensor: a tensor of ``GGUFReader``, (N, H).
+        process: converts the tensor's values to those of the model's weight.
         shape: (N, H).
     """
     order = _order(tensor.name, process, shape) if tensor.tensor_type.name in gguf_blocks.KEPT else None
@@ -429,10 +431,11 @@ def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weigh
 
 
 def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
-    """Return the order in which a process leaves the rows and columns of a matrix; None if it does anything else.
+    """Return how ``process`` reorders the rows and columns of a matrix; None if it does anything else.
 
-    It is given negative numbers that say their own row or column, counted from the end. Arithmetic with them leaves
-    other ones, or turns the order of columns around, in which no group stays.
+    ``process`` is called with matrices whose elements are the indices of their rows or columns, as negative numbers
+    counted from the end. If it computes with values, it returns other numbers, or reverses the columns, which breaks up
+    all groups.
     """
     places = [numpy.arange(-size, 0, dtype=numpy.int32) for size in shape]
     given = [numpy.broadcast_to(one, shape) for one in (places[0][:, None], places[1])]
@@ -453,13 +456,13 @@ def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
 
 
 def _processed(tensor: Any, process: Process, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the model in float32."""
+    """Return the model's tensor, of shape ``shape`` in float32, that ``process`` makes of the file's tensor."""
     values = process(_values(tensor), tensor.name).reshape(shape)
     of_file = isinstance(values, numpy.memmap)  # float32 is not widened
     return torch.from_numpy(values.astype(numpy.float32, order="C", copy=of_file))
 
 
 def _values(tensor: Any) -> numpy.ndarray[Any, Any]:
-    """Return a tensor's values in float32."""
+    """Return the values of a tensor of ``GGUFReader``, widened to float32."""
     values: numpy.ndarray[Any, Any] = package().dequantize(tensor.data, tensor.tensor_type)
     return values

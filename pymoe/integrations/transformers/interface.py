@@ -1,8 +1,8 @@
-"""The parts of transformers' interface for experts that pymoe uses. Only this file has private names of transformers.
+"""The parts of transformers' interface for experts that pymoe uses. Only this file uses private names of transformers.
 
 The interface is the decorator ``use_experts_implementation`` of ``transformers.integrations.moe``: it gives an experts
-module the flags that :func:`flags` reads, and a forward that looks up an implementation by the name that the module's
-configuration holds.
+module the flags that :func:`flags` reads, and a forward that looks up an implementation by its name in the module's
+configuration.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NAME = "pymoe"
 """The name of pymoe among transformers' implementations of experts."""
 
 GATE = "_apply_gate"
-"""The method of an experts module that computes its gate."""
+"""The name of the method that applies the gate of an experts module."""
 
 OLDEST, OLDEST_WITH_PACKED_FILES = 5, "5.21"
 INSTALL = 'pip install "transformers>=5"'
 
 
 def check_installed() -> None:
-    """Raise :class:`ImportError` if transformers is missing, or older than version 5, without experts to register."""
+    """Raise :class:`ImportError` if transformers is missing or older than version 5, which introduced the interface."""
     try:
         import transformers
     except ImportError as error:
@@ -41,7 +41,7 @@ def check_installed() -> None:
 
 
 def register(function: Callable[..., Tensor]) -> None:
-    """Make ``function`` the implementation of experts called ``"pymoe"``. Doing so again changes nothing.
+    """Register ``function`` as the implementation of experts called ``"pymoe"``. Further calls change nothing.
 
     Args:
         function: takes an experts module, (T, H) hidden states, (T, K) indices and (T, K) weights; returns (T, H).
@@ -56,7 +56,7 @@ def register(function: Callable[..., Tensor]) -> None:
 
 
 class Flags(NamedTuple):
-    """Describes how an experts module holds its parameters, and what it does with them."""
+    """Describes the parameters of an experts module, and what it does with them."""
 
     gated: bool
     """True: it has ``gate_up_proj`` and a gate; False: ``up_proj`` and an activation."""
@@ -66,11 +66,11 @@ class Flags(NamedTuple):
     normed: bool
     """True: ``post_expert_norm`` is applied to every expert's output."""
     expert_parallel: bool
-    """True: indices from E on mean experts of other ranks."""
+    """True: indices of E and above mean experts of other ranks."""
 
 
 def flags(experts: Any) -> Flags:
-    """Return the flags of an experts module; flags that its version of transformers lacks have their defaults."""
+    """Return the flags of an experts module, with defaults for those that the version of transformers lacks."""
     return Flags(
         gated=getattr(experts, "has_gate", True),
         biased=getattr(experts, "has_bias", False),
@@ -81,7 +81,7 @@ def flags(experts: Any) -> Flags:
 
 
 def is_spread(module: Any) -> bool:
-    """Return whether transformers has spread a module over ranks: experts, or a model by tensor parallelism."""
+    """Return whether transformers has spread a module over ranks, by expert parallelism or tensor parallelism."""
     return flags(module).expert_parallel or getattr(module, "_tp_size", None) is not None
 
 
@@ -92,47 +92,48 @@ def activation(experts: Any) -> Callable[[Tensor], Tensor]:
 
 
 def has_default_gate(experts_class: Any) -> bool:
-    """Return whether a class splits its input into halves, gate before up, as transformers does by default."""
+    """Return whether a class has transformers' default gate, which splits its input into halves, gate before up."""
     from transformers.integrations import moe
 
     return experts_class._apply_gate is getattr(moe, "_default_apply_gate", None)
 
 
 def has_replaced_gate(experts: Any) -> bool:
-    """Return whether the gate of this module was replaced on the module itself, not on its class."""
+    """Return whether the method of the gate was replaced on this module itself, not on its class."""
     return GATE in experts.__dict__
 
 
 def is_behind(module: Any) -> bool:
-    """Return whether ``use_experts_implementation`` made a module's class."""
+    """Return whether ``use_experts_implementation`` decorates the class of a module: it is behind the interface."""
     return hasattr(module, GATE) and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
 def implementation(config: Any) -> str | None:
-    """Return the implementation of experts that a configuration asks for: of a model, or of its experts modules."""
+    """Return the name of the implementation of experts in the configuration of a model or of an experts module."""
     name: str | None = config._experts_implementation
     return name
 
 
 def set_implementation(experts: Any, name: str | None) -> None:
-    """Choose the implementation of an experts module, and of all that share its configuration."""
+    """Set the implementation of an experts module, and of all modules that share its configuration."""
     experts.config._experts_implementation = name
 
 
 def records_outputs(hook: Any) -> bool:
-    """Return whether a hook is one that transformers leaves on modules to record their outputs.
+    """Return whether a hook is one with which transformers records the outputs of modules.
 
-    A model that was once asked for its router's logits, for example, keeps such hooks. They change nothing.
+    Such hooks stay on a model that has returned its router's logits once, for example. They change no results.
     """
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 @functools.cache
 def call_before_saving(prepare: Callable[[Any, Any], None]) -> None:
-    """Make ``save_pretrained`` of all models call ``prepare(model, state_dict)`` first, which may raise.
+    """Make ``save_pretrained`` of all models first call ``prepare(model, state_dict)``, which may raise.
 
-    transformers has no hook before saving, which ``Trainer`` and ``push_to_hub`` also use, so its method is wrapped,
-    once for all models. Adapters can be saved, because the model that they adapt is not saved with them.
+    transformers has no hook before saving. Therefore the method, which ``Trainer`` and ``push_to_hub`` also use, is
+    wrapped once for all models. Saving only an adapter does not call ``prepare``, since it saves none of the model's
+    own weights.
 
     Args:
         prepare: takes the model, and the state dict that was passed to ``save_pretrained``, or None.
@@ -155,13 +156,13 @@ def call_before_saving(prepare: Callable[[Any, Any], None]) -> None:
 def call_around_loading(before: Callable[[Any, Any], bool], after: Callable[[Any, set[str]], set[str]]) -> None:
     """Make ``from_pretrained`` of all models call functions before and after it reads weights.
 
-    transformers has no hook there except for models that are quantised, so its method is wrapped, once for all models.
+    transformers has a hook there only for quantised models, so its method is wrapped once for all models.
 
     Args:
-        before: takes the model, whose parameters have no memory, and its quantizer or None. If it returns false,
+        before: takes the model, whose parameters have no memory yet, and its quantizer or None. If it returns False,
             ``after`` is not called.
-        after: takes the model, and the names of the tensors that were not read, or have a wrong size in the files.
-            Returns the names of those that it has filled.
+        after: takes the model, and the names of the tensors that were not read or have a wrong size in the files;
+            returns the names of those that it has filled.
     """
     from transformers import PreTrainedModel
 
@@ -184,12 +185,12 @@ def call_around_loading(before: Callable[[Any, Any], bool], after: Callable[[Any
 
 
 def saves_adapter_alone(model: Any) -> bool:
-    """Return whether ``save_pretrained`` writes the adapter that a model has, and none of its own weights."""
+    """Return whether ``save_pretrained`` would write only the model's adapter, and none of its own weights."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def quantizer_bases() -> tuple[Any, Any, Any]:
-    """Return the base classes of a quantisation method's options, of its quantizer, and of its operations.
+    """Return transformers' base classes for a quantisation method: of its options, its quantizer and its operations.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -203,10 +204,10 @@ def quantizer_bases() -> tuple[Any, Any, Any]:
 
 
 def check_quantizers_see_the_model(what: str) -> None:
-    """Raise ImportError if transformers does not give a quantizer the model whose files it converts.
+    """Raise ImportError if transformers does not pass the model to a quantizer's ``update_weight_conversions``.
 
     Args:
-        what: the function or class that needs it, for the message.
+        what: the name of the function or class that needs it, for the message.
     """
     import transformers
     from transformers.quantizers import HfQuantizer
@@ -227,7 +228,7 @@ def trainer_callback() -> Any:
 
 
 def register_quantizer(config: type, quantizer: type) -> None:
-    """Make transformers know a method of quantisation as ``"pymoe"``. Doing so again changes nothing."""
+    """Register the quantisation method ``"pymoe"`` with transformers. Further calls change nothing."""
     from transformers.quantizers import auto
 
     if auto.AUTO_QUANTIZER_MAPPING.get(NAME) is not quantizer:
@@ -239,9 +240,9 @@ def register_quantizer(config: type, quantizer: type) -> None:
 def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
     """Make ``from_pretrained`` of all models call ``choose(entries, passed)`` for folders of quantised files.
 
-    transformers takes the folder's own configuration, and refuses or ignores one of another class that is passed. It
-    has no hook for this, so its method is wrapped, once for all models. Without the wrapper, transformers would refuse
-    a :class:`PymoeConfig` for the files of another method.
+    transformers uses the folder's own configuration, and refuses or ignores a passed one of another class; it would
+    refuse a :class:`PymoeConfig` for the files of another method. It has no hook for this, so its method is wrapped
+    once for all models.
 
     Args:
         choose: takes the entries of the folder's configuration, and the configuration that was passed to
@@ -268,8 +269,8 @@ def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
 def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
     """Make ``from_pretrained(..., gguf_file=...)`` of all models call ``prepare(passed)`` first.
 
-    transformers refuses all quantizers but its own for such a file, so the function that does is wrapped. A version
-    whose function is not told of the file keeps refusing.
+    transformers refuses all quantizers except its own for such a file, so the function that refuses them is wrapped.
+    This changes nothing in versions of transformers where that function does not get the path of the file.
 
     Args:
         prepare: takes the configuration that was passed to ``from_pretrained``, or None; returns the configuration
@@ -292,34 +293,35 @@ def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
 
 
 def gguf_metadata(path: str) -> dict[str, Any] | None:
-    """Return the metadata of a GGUF file, or None if they are whole but name no architecture.
+    """Return the metadata of a GGUF file; None if they are complete but name no architecture.
 
-    For a damaged header it raises one of ``gguf_files.DAMAGED``.
+    Raise one of the errors ``gguf_files.DAMAGED`` for a damaged header.
     """
     from transformers.integrations.gguf import read_gguf_metadata
 
     try:
         found: dict[str, Any] = read_gguf_metadata(path)[0]
     except ValueError as error:
-        if "has no `general.architecture`" in str(error):  # transformers looks for it after it has read them
+        if "has no `general.architecture`" in str(error):  # raised after all metadata have been read
             return None
         raise
     return found
 
 
 def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
-    """Return the model's names of tensors of GGUF files, and what makes a tensor of the model of such a tensor.
+    """Return transformers' names for the tensors of a GGUF file, and its conversion of their values.
 
-    transformers has two generations of tables, and an architecture is in one of them.
+    transformers has two generations of tables; each architecture is in one of them. The names of experts are not those
+    of the model.
 
     Args:
-        model: the model; its names of experts are not right.
-        architecture: the file's name of the architecture.
+        model: the model.
+        architecture: the architecture that the file names.
         names: names of tensors of the file.
 
     Returns:
-        Names by those in files, and a function of a tensor's values and its name in the file, which returns the same
-        object if nothing is done to it.
+        The names in the model by the names in the file, and a function that takes a tensor's values and its name in the
+        file and returns the model's values: the same object if they need no conversion.
     """
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
@@ -352,17 +354,17 @@ def _gguf_transforms(transforms: list[Any], names: Iterable[str]) -> tuple[dict[
 
 
 def ignores(model: Any, name: str) -> bool:
-    """Return whether a model of transformers does without a tensor that files may have, by the name it would have."""
+    """Return whether a transformers model ignores a tensor of a file that would have this name in the model."""
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or ())
 
 
 def converter(sources: list[str], target: str, *operations: Any) -> Any:
-    """Return a converter that makes a tensor of a model from tensors of a checkpoint.
+    """Return transformers' converter from tensors of a checkpoint to a tensor of a model.
 
     Args:
-        sources: regular expressions for parts of names in the checkpoint.
-        target: the replacement for such a part in the name of the model's tensor.
-        operations: convert the tensors, one after another.
+        sources: regular expressions that match parts of names in the checkpoint.
+        target: what replaces the matched part in the name of the model's tensor.
+        operations: applied to the tensors, one after another.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -370,7 +372,7 @@ def converter(sources: list[str], target: str, *operations: Any) -> Any:
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the names in a model of tensors that are not converted, by their names in the checkpoint."""
+    """Return, by names of tensors in a checkpoint, their names in the model if they are renamed but not converted."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -380,7 +382,7 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def reads_weights_alone(transform: Any) -> bool:
-    """Return whether a transform computes with tensors, not only renames them, and all of them are called weight."""
+    """Return whether a transform converts tensors instead of renaming them, and all its sources end in "weight"."""
     from transformers.core_model_loading import WeightConverter
 
     return isinstance(transform, WeightConverter) and all(
@@ -389,7 +391,7 @@ def reads_weights_alone(transform: Any) -> bool:
 
 
 def reads(converter: Any, names: Iterable[str]) -> str | None:
-    """Return the first of some tensors of a checkpoint that a converter would compute with, or None."""
+    """Return the first of the names of a checkpoint's tensors that ``converter`` would convert, or None."""
     from transformers.core_model_loading import WeightConverter, build_glob_alternation
 
     if not isinstance(converter, WeightConverter):
@@ -407,16 +409,16 @@ def kept_in_float32(model: Any) -> list[str]:
 
 
 def changed(converter: Any, sources: list[str], targets: list[str], operation: Any) -> Any:
-    """Return a copy of a converter with other sources, targets and operations, but for the same part of a model."""
+    """Return a copy of a converter with other sources, targets and operation, for the same part of a model."""
     return converter.copy(sources, targets, operations=[operation])
 
 
 def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
-    """Make ``save_pretrained`` reverse other converters than those by which a model has been loaded.
+    """Make ``save_pretrained`` reverse other converters than those with which a model was loaded.
 
     Args:
         model: a model that has been loaded.
-        originals: converters that were given to transformers, each with the one to reverse in its place, or None.
+        originals: pairs of a converter with which the model was loaded and the one to reverse instead; None for none.
     """
     places = {id(one): original for one, original in originals}
     found = [places.get(id(one), one) for one in model._weight_conversions]
@@ -426,19 +428,19 @@ def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
 def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
     """Make ``save_pretrained`` leave tensors unchanged if their names have these endings.
 
-    Otherwise it would convert the model's tensors back to the checkpoint's tensors, by parts of their names, and cut a
-    packed weight into experts. The first converter that knows a name takes it; the last in the list is tried first.
+    Otherwise the model's converters, which match parts of names, would be reversed for them, and a packed weight would
+    be cut into experts. The last converter of the list is tried first, and the first that matches a name takes it.
 
     Args:
         model: the model to be saved.
-        endings: endings of names in the model, without regular expressions.
-        operation: returns the tensors that it is given, and so does its reverse.
+        endings: endings of names in the model, as plain text.
+        operation: an operation that returns its tensors unchanged, in both directions.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = getattr(model, "_weight_conversions", None)
-    if found is None:  # for a model that was made from a configuration, find them as transformers itself does
+    if found is None:  # the model was made from a configuration: find them as transformers itself does
         found = get_model_conversion_mapping(model, add_legacy=False)
         found = [one for one in found if not isinstance(one, PrefixChange)]
     kept = [one for one in found if not any(isinstance(op, type(operation)) for op in getattr(one, "operations", ()))]
@@ -453,7 +455,7 @@ def tied(model: Any) -> set[str]:
 
 
 def mark_quantized(model: Any, quantizer: Any) -> None:
-    """Give a model the quantizer that ``from_pretrained`` would have given it."""
+    """Set the attributes of a model that ``from_pretrained`` with this quantizer would have set."""
     model.hf_quantizer = quantizer
     model.is_quantized = True
     model.quantization_method = NAME
@@ -466,5 +468,5 @@ def quantizer_of(model: Any) -> Any:
 
 
 def mark_initialized(layer: Any) -> None:
-    """Keep transformers from initialising a parameter, or a module in the place of one, with random numbers."""
+    """Keep transformers from initialising a parameter, or a module that replaces one, with random numbers."""
     layer._is_hf_initialized = True

@@ -1,4 +1,4 @@
-"""LoadCallback: shows the load of the experts in what a Trainer of transformers reports."""
+"""LoadCallback: adds the load of the experts to the logs of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class LoadCallback(TrainerCallback):
     - ``dropped``: the share of slots that exceeded an expert's capacity, for :class:`pymoe.nn.MoE` layers. Experts of
       transformers drop nothing.
 
-    They cover the last micro-batch of each optimizer step since the last log, on all ranks if ``torch.distributed`` is
-    initialised. A layer that got no tokens is left out.
+    The numbers cover the last micro-batch of each optimizer step since the last log, on all ranks if
+    ``torch.distributed`` is initialised. A layer that got no tokens is left out.
 
     Args:
         trainer: the ``Trainer`` whose ``log`` is called. Its model has experts behind transformers' interface, which
             are counted during the training (see :func:`count_expert_load`), or ``MoE`` layers, or both.
-        folder: if it is given, ``experts.png`` is written into it when the training ends: for each layer, the share of
-            slots of each expert between two logs. This needs matplotlib.
+        folder: if given, ``experts.png`` is written into it at the end of the training, which needs matplotlib. It
+            shows, for each layer, the share of slots of each expert from log to log.
 
     Example:
         >>> import tempfile
@@ -72,10 +72,10 @@ class LoadCallback(TrainerCallback):
         self._frames: list[list[list[float]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin to count."""
+        """Start counting afresh."""
         model: nn.Module = self.trainer.model
         self._load, self._dropped, self._frames = {}, {}, []
-        if self._counting is not None:  # of a training that raised, for which nothing calls on_train_end
+        if self._counting is not None:  # the former training raised, so nothing called on_train_end
             self._counting.remove()
             self._counting = None
         if sparse_experts("LoadCallback", model):
@@ -88,8 +88,8 @@ class LoadCallback(TrainerCallback):
         _add(self._dropped, {name: layer.stats.dropped for name, layer in moe_layers(model).items()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """Log the load next to the loss of the same steps."""
-        if not self._load or "loss" not in (logs or {}):  # a log of an evaluation, or the one that this makes
+        """Log the load whenever the loss of the same steps is logged."""
+        if not self._load or "loss" not in (logs or {}):  # the log of an evaluation, or the one made below
             return
         found = _on_all_ranks([*self._load.values(), *self._dropped.values()])
         loads = dict(zip(self._load, found, strict=False))
@@ -99,7 +99,7 @@ class LoadCallback(TrainerCallback):
         self.trainer.log(_numbers(loads, dropped))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """End the counting and draw the picture, if it was asked for."""
+        """End the counting and, with a ``folder``, draw the picture on the first rank."""
         if self._counting is not None:
             self._counting.remove()
             self._counting = None

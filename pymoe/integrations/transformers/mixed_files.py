@@ -1,7 +1,8 @@
-"""Folders that pymoe has saved and whose weights have several formats: the format of each weight.
+"""Finds the format of each weight in folders saved by pymoe whose weights have several formats.
 
-``NAME.sizes`` of each packed weight holds the number of its format. The folder's configuration says "stored" if experts
-have several formats, or some are not packed, and nothing of dense layers unless ``linear_bits`` packs exactly these.
+``NAME.sizes`` of each packed weight contains the number of its format. The folder's configuration has the format
+"stored" if experts have several formats or some are not packed. It has ``linear_bits`` only if that option would pack
+exactly the dense layers that are packed, in their format.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from pymoe.integrations.transformers.stored_format import Format, opened
 from pymoe.nn import QuantizedLinear
 
 ENDING = ".sizes"
-"""What the name of the sizes has in addition to that of the weight."""
+"""Suffix of the name of a weight's sizes after the name of the weight."""
 
 
 def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
-    """Return the numbers of packed weights' formats, by the names of the weights in the model.
+    """Return the number of each packed weight's format, by the name of the weight in the model.
 
     Args:
-        files: paths of the safetensors.
+        files: paths of the checkpoint's files, of which those in safetensors are read.
         model: the model, before its weights are replaced.
 
     Returns:
-        The numbers; None for a weight without sizes.
+        The numbers; None for a packed weight without sizes.
     """
     numbers: dict[str, int | None] = {}
     packed: set[str] = set()
@@ -42,10 +43,14 @@ def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
 
 
 def formats_of(weights: Iterable[str], numbers: Mapping[str, int | None]) -> dict[str, Format]:
-    """Return the formats of those weights that are packed, by their names in the model, from :func:`numbers_in`.
+    """Return the formats of those of ``weights`` that are packed, by their names in the model.
+
+    Args:
+        weights: names of weights in the model.
+        numbers: from :func:`numbers_in`.
 
     Raises:
-        ValueError: such a weight has no number, or one that is not in ``FORMATS``.
+        ValueError: a packed weight has no number, or one that is not in ``FORMATS``.
     """
     kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}
@@ -65,11 +70,11 @@ def formats_of(weights: Iterable[str], numbers: Mapping[str, int | None]) -> dic
 
 
 def place_layers(model: Any, formats: Mapping[str, Format]) -> None:
-    """Put layers without bytes in the place of the stacked weights of a model on the meta device.
+    """Replace stacked weights of a model with quantised layers on the meta device.
 
     Args:
-        model: the model.
-        formats: the formats of its stacked weights, by their names; others stay.
+        model: the model, on the meta device.
+        formats: the formats of the weights to replace, by their names.
     """
     for path, module in list(model.named_modules()):
         for own, weight in (stacked_weights(module) or {}).items():

@@ -1,9 +1,9 @@
-"""Checkpoints that hold experts in MXFP4, as GPT-OSS is published: which models they fit, and a weight out of them.
+"""Checkpoints with experts in MXFP4, such as the published GPT-OSS: the models that they fit, and how to pack a weight.
 
-In place of a stacked weight NAME of E layers from H inputs to N outputs, the files have NAME_blocks, (E, N, H / 32, 16)
-uint8, and NAME_scales, (E, N, H / 32) uint8, as :func:`pymoe.ops.pack_weight` takes them. Row n is column n of the
-model's own weight, (E, H, N), so that rows of gate and up come in the order in which the model reads them. These are
-the rules of ``transformers.integrations.mxfp4``.
+Instead of a stacked weight NAME of E layers from H inputs to N outputs, the files have NAME_blocks, (E, N, H / 32, 16)
+uint8, and NAME_scales, (E, N, H / 32) uint8, as :func:`pymoe.ops.pack_weight` takes them. Row n of these is column n of
+the model's own weight, (E, H, N), so that rows of gate and up are in the order that the model expects. These are the
+rules of ``transformers.integrations.mxfp4``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pymoe.nn import QuantizedLinear
 from pymoe.ops import pack_weight
 
 ENDINGS = ("_blocks", "_scales")
-"""What the names of a weight's two tensors have in addition to that of the weight."""
+"""Suffixes of the names of a weight's two tensors after the name of the weight."""
 
 STORED = StoredFormat("mxfp4", "MXFP4", 4, "mxfp", ENDINGS[0], transposed=True, layout="(E, in, out), as GPT-OSS has,")
 
@@ -29,7 +29,7 @@ NAN = 255
 
 
 def stored(_: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of a folder with any configuration of this method."""
+    """Return the format of a folder of this method, whatever the entries of its configuration."""
     return STORED
 
 
@@ -39,16 +39,17 @@ def sources(name: str) -> list[str]:
 
 
 def packed_weight(name: str, blocks: Tensor | None, scales: Tensor | None, layer: QuantizedLinear) -> Tensor:
-    """Return the packed bytes of a weight from its tensors in the files, with every code and scale as it is.
+    """Return the packed bytes of a weight from its tensors in the files; every code and scale is kept unchanged.
 
     Args:
         name: name of the weight, for errors.
         blocks: the tensor NAME_blocks of the files, or None if they have none.
         scales: the tensor NAME_scales, or None.
-        layer: a layer of the sizes that the model needs.
+        layer: a layer with the sizes that the model needs.
 
     Raises:
-        ValueError: one of them is missing, has another shape or dtype, or holds a scale that is not a number.
+        ValueError: the number of inputs is not a multiple of 32; a tensor is missing, or has another shape or dtype;
+            or a scale is NaN.
     """
     if layer.input_features % GROUP:
         raise ValueError(f"expected {name!r} to have a multiple of {GROUP} inputs, got {layer.input_features}")

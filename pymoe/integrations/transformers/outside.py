@@ -30,7 +30,7 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    # Repeat the router's choice, which the router does not return. All other scores are 0, and so are their outputs.
+    # Repeat the router's choice, which the router does not return. Experts with a score of 0 would add only zeros.
     index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
@@ -41,14 +41,14 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step3p7_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``Step3p7Experts``, in some layers of which both factors of the gated product are clamped."""
+    """Compute ``Step3p7Experts``, which in some layers clamps both factors of the gated product."""
     plain = self.limit == float("inf") and not interface.has_replaced_gate(self)
     activation = gated_activation(self.act_fn) if plain else self._apply_gate
     return run_experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, activation)
 
 
 def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``LongcatFlashExperts``; those from ``num_routed_experts`` on have no weights and return their input."""
+    """Compute ``LongcatFlashExperts``, where experts from ``num_routed_experts`` on return their input unchanged."""
     computed = self.num_routed_experts
     passed = torch.where(top_k_index < computed, 0, top_k_weights).sum(dim=1, keepdim=True)
     y = (hidden_states * passed).to(hidden_states.dtype)
@@ -61,7 +61,7 @@ def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``DbrxExperts``, whose matrices are concatenated over experts, with separate gate and up."""
+    """Compute ``DbrxExperts``, which has the matrices of all experts concatenated, and separate gate and up."""
     mlp = self.mlp
     gate_EFH, up_EFH, down_EFH = (
         weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2)
@@ -106,8 +106,8 @@ PARTS: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "identity_expert": ("torch.nn.modules.linear", "Identity")
     },
 }
-"""Submodules, by name, whose work a forward of :data:`FORWARDS` does itself, each with the class that the forward
-expects."""
+"""Submodules, by name, that a forward of :data:`FORWARDS` does not call, because it does their work itself, each with
+the class that the forward expects."""
 
 CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextMoe"): {
@@ -122,9 +122,9 @@ def may_do_work_of_parts(module: Any, cls: type) -> bool:
     """Return whether pymoe's forward for ``cls`` gives the same result as the original forward of ``module``.
 
     It does not if ``cls`` has a patched ``forward``, or if a submodule in :data:`PARTS` has hooks, another class or
-    another ``forward``: pymoe's forward bypasses that code. Nor if a submodule in :data:`CALLED` has any of these: it
-    is still called, but may not return what pymoe's forward expects. Hooks on :data:`CALLED` submodules are allowed if
-    transformers only uses them to record outputs, because those do not change results.
+    another ``forward``, because pymoe's forward bypasses that code. Nor does it if this is true of a submodule in
+    :data:`CALLED`, which is still called but may not return what pymoe's forward expects; there, hooks with which
+    transformers records outputs are allowed, because they do not change results.
     """
     if not is_of_its_source(cls, "forward"):
         return False
@@ -152,13 +152,13 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def register() -> None:
-    """Make :func:`pymoe.nn.quantize_experts` refuse these experts by name. Further calls change nothing."""
+    """Make :func:`pymoe.nn.quantize_experts` refuse these experts with their name. Further calls change nothing."""
     if refuse_to_quantize not in handlers:
         handlers.append(refuse_to_quantize)
 
 
 def refuse_to_quantize(module: nn.Module) -> None:
-    """Raise if a module holds experts outside of transformers' interface, whose weights cannot be packed."""
+    """Raise ValueError if a module has experts outside of transformers' interface: their weights cannot be packed."""
     known = place(type(module))
     if known in FORWARDS or known in REFUSED:
         advice = "; enable(model) runs them with the weights that they have" if known in FORWARDS else ""

@@ -1,14 +1,14 @@
-"""LoRA of PEFT on models that run on pymoe. Only this file has private names of PEFT; they are those of PEFT 0.21.
+"""LoRA of PEFT on models that run on pymoe. Only this file uses private names of PEFT; they are those of PEFT 0.21.
 
-PEFT adapts a parameter (``target_parameters``) by a wrapper around its module. During a call it puts the weights plus
-``B @ A`` of all experts in the parameter's place. Around experts that run on pymoe it now lends A and B to them
-instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its parameters, and so the files of
-adapters, stay PEFT's. What is not such an experts module is computed as PEFT does it.
+PEFT adapts a parameter (``target_parameters``) with a wrapper around its module. During a call, the wrapper normally
+replaces the parameter with the sum of the weights and ``B @ A`` of all experts. Around experts that run on pymoe, it
+lends A and B to the experts instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its
+parameters, and so the files of adapters, stay PEFT's. All other modules are computed as PEFT does it.
 
-In a model with quantised weights PEFT finds the experts' weights by stand-ins without memory, and dense layers get a
+In a model with quantised weights, PEFT gets stand-ins without memory for the experts' weights, and dense layers get a
 wrapper that is derived from PEFT's own.
 
-pymoe does not import PEFT. Its classes are changed when the program imports them.
+pymoe does not import PEFT: it changes PEFT's classes when the program imports them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from pymoe.nn import QuantizedDenseLinear, QuantizedLinear
 from pymoe.nn.low_rank import LowRank
 
 MODULE = "peft.tuners.lora.model"
-"""The module that is changed, once it has been imported with all that it imports."""
+"""The module whose classes are changed, after it has been imported."""
 
 USED = {
     "ParamWrapper": ("_activate_lora", "get_param", "get_delta_factors", "get_base_layer"),
     "LoraModel": ("_inject_parameters", "_create_new_module", "_check_merge_allowed"),
 }
-"""Methods that are replaced or called."""
+"""Methods of PEFT's classes that are replaced or called here."""
 
 
 def register() -> None:
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds PEFT's module as the other finders do, and has it changed after it is executed."""
+    """An import finder that finds PEFT's module as the other finders do, and changes the module once it is executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
@@ -71,7 +71,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def change(module: Any) -> None:
-    """Change the classes of PEFT's module; of a version without the names that are needed, warn and change nothing."""
+    """Change the classes of PEFT's module. If a version lacks the names of ``USED``, warn and change nothing."""
     lacking = [
         f"{kind}.{name}"
         for kind, names in USED.items()
@@ -127,14 +127,17 @@ def _change_wrapper(kind: Any) -> None:
 
 
 def _is_by_rows(experts: Any, name: str) -> bool:
-    """Return whether ``experts`` run on pymoe and take adapters of the parameter ``name``; warn if only the first."""
+    """Return whether ``experts`` run on pymoe and take adapters of the parameter ``name``.
+
+    Warn once for each class if they run on pymoe but do not take the adapters.
+    """
     if interface.is_behind(experts):
         on_pymoe = interface.implementation(experts.config) == interface.NAME
         by_rows = on_pymoe and name in stacked_names(experts)
     else:
         on_pymoe, by_rows = isinstance(experts, OnPymoe), False
     if on_pymoe and not by_rows:
-        _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # as it is called during PEFT's way
+        _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # PEFT parametrizes it in a call
     return by_rows
 
 
@@ -148,7 +151,7 @@ def _warn_once(kind: str) -> None:
 
 
 def _low_rank(wrapper: Any, experts: Any, adapter: str) -> LowRank:
-    left, right, scaling = wrapper.get_delta_factors(adapter)  # their product is added to what the parameter holds
+    left, right, scaling = wrapper.get_delta_factors(adapter)  # left @ right is added to the parameter as stored
     if interface.flags(experts).transposed:
         return LowRank(left.transpose(1, 2), right.transpose(1, 2), scaling)
     return LowRank(right, left, scaling)
@@ -160,7 +163,7 @@ def stacked_names(experts: Any) -> tuple[str, str]:
 
 
 def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Return a tensor without memory that has the shape and the place of the weight that a layer holds packed."""
+    """Return a tensor with the unpacked shape and the device of a layer's weight, but the memory of one element."""
     sizes = (layer.output_features, layer.input_features)
     shape = (layer.num_experts, *(sizes[::-1] if transposed else sizes))
     return torch.zeros((), dtype=dtype, device=layer.packed.device).expand(shape)
@@ -168,7 +171,10 @@ def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> T
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Let PEFT find the weights of quantised experts among the parameters, in the order of those that are not."""
+    """Add stand-ins for the weights of quantised experts to the parameters, in the order of unquantised experts.
+
+    PEFT looks for the parameters that it adapts among them. At the end of the context the stand-ins are removed.
+    """
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     places: list[tuple[dict[str, Any], str]] = []
     for experts in model.modules():
@@ -228,7 +234,7 @@ def _change_model(kind: Any, dense_layer: Any) -> None:
 
 
 def _dense_layer(module: Any) -> Any:
-    """Return the class of PEFT's wrapper for a quantised dense layer: ``lora.Linear`` without what reads weights."""
+    """Return a wrapper class for quantised dense layers: ``lora.Linear`` without the parts that read the weight."""
 
     class LoraQuantizedDenseLinear(sys.modules[f"{module.__package__}.layer"].Linear):  # type: ignore[misc]
         @property

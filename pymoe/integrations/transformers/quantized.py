@@ -1,4 +1,4 @@
-"""Experts of transformers with weights in 8 or 4 bits, as :func:`pymoe.nn.quantize_experts` makes them.
+"""Experts of transformers with quantised weights, as :func:`pymoe.nn.quantize_experts` makes them.
 
 The experts module stays; a :class:`pymoe.nn.QuantizedLinear` replaces each of its stacked weights.
 """
@@ -31,7 +31,7 @@ def register() -> None:
 def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
     """Return the weights of an experts module as (E, out, in), by the names of their parameters.
 
-    None for modules that are not behind transformers' experts interface, and for those that are quantised already.
+    Return None for modules that are not behind transformers' experts interface or are already quantised.
 
     Raises:
         ValueError: the module runs another implementation than pymoe's, which could not read quantised weights.
@@ -74,8 +74,8 @@ def run_quantized_experts(
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
-    Rows keep their dtype, or get autocast's; float64 becomes float32. If one of the two layers has hooks or is of a
-    subclass, both layers are called as modules, so that this code runs.
+    Rows keep their dtype, or take autocast's; float64 becomes float32. If one of the two layers has hooks or is an
+    instance of a subclass, both layers are called as modules, so that this code runs.
     """
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)

@@ -1,4 +1,4 @@
-"""Dense layers of transformers' models in 8 or 4 bits: which ones are packed, and their names in files.
+"""Quantised dense layers of transformers' models: which layers are packed, and their names in files.
 
 A packed weight has the name of the weight that it replaces, ``PATH.weight``, and ``PATH.weight.sizes`` next to it.
 """
@@ -17,25 +17,25 @@ from pymoe.nn import QuantizedDenseLinear
 from pymoe.nn.quantized_dense import linears_of
 
 ENDING = ".weight"
-"""What the name of a packed weight has in addition to the path of its layer; stacked experts have nothing."""
+"""Suffix of the name of a packed weight after the path of its layer; names of stacked experts have no suffix."""
 
 
 def dense_layers(model: Any) -> set[str]:
-    """Return the paths of the layers that ``linear_bits`` packs, before or after it has done so."""
+    """Return the paths of the layers that ``linear_bits`` packs, whether they are packed yet or not."""
     return set(linears_of(model, interface.tied(model), packed=True))
 
 
 def layers_of(model: Any, weights: Container[str]) -> set[str]:
-    """Return the paths of the layers that can be packed among those with weights of these names, packed or not."""
+    """Return the paths of those layers with weights of these names that are packed already or can be packed."""
     return set(linears_of(model, interface.tied(model), select=lambda name, _: name + ENDING in weights, packed=True))
 
 
 def place_layers(model: Any, formats: Mapping[str, Format]) -> None:
-    """Put layers without bytes in the place of linear ones of a model on the meta device.
+    """Replace linear layers of a model with quantised layers on the meta device.
 
     Args:
-        model: the model.
-        formats: the formats of the layers, by their paths.
+        model: the model, on the meta device.
+        formats: the formats of the layers to replace, by their paths.
     """
     for name, (format, bits) in formats.items():
         linear = model.get_submodule(name)
@@ -45,14 +45,14 @@ def place_layers(model: Any, formats: Mapping[str, Format]) -> None:
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedDenseLinear]]:
-    """Yield the layers that are quantised, by their paths."""
+    """Yield the path and the layer of every quantised dense layer."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedDenseLinear):
             yield name, module
 
 
 def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> QuantizedDenseLinear:
-    """Put a quantised layer in the place of a linear one, whose bias it keeps, and return it."""
+    """Replace the linear layer ``name`` with a quantised layer that keeps its bias; return the quantised layer."""
     linear: Any = model.get_submodule(name)
     layer = QuantizedDenseLinear.from_weight(weight, bits, bias=linear.bias).eval()
     model.set_submodule(name, layer)
@@ -60,11 +60,11 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
 
 
 def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    r"""Yield patterns for the names of layers' weights in files, and whether these layers have no bias.
+    r"""Yield patterns for the names of layers' weights in files, each with whether its layers have no bias.
 
-    Layers whose paths differ in one number share a pattern, because transformers tries each one on every tensor's name,
-    of which files with single experts have 100,000. The pattern's group, ``\1`` in a target, is the path of a layer.
-    Files of a model without a head have no prefix before these names, so the path has none, either.
+    Layers whose paths differ in one number share a pattern, because transformers tries every pattern on every tensor's
+    name, and files with separate experts may have 100,000 tensors. The pattern's group, ``\1`` in a target, is the path
+    of a layer. It lacks the prefix of the base model, as do the names in files of a model without a head.
     """
     found: dict[tuple[str, str, bool], list[str]] = {}
     for name in sorted(names):
@@ -77,7 +77,7 @@ def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
-    """Rename the tensors of quantised layers in a state; return their new names."""
+    """Rename the tensors of quantised dense layers in ``state`` to their names in files; return the new names."""
     renamed = []
     for name, _ in quantized_layers(model):
         for own, new in (("packed", ENDING), ("sizes", f"{ENDING}.sizes")):
@@ -87,12 +87,13 @@ def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 
 
 def bits_to_save(model: nn.Module) -> int | None:
-    """Return the ``linear_bits`` that would pack a model's dense layers as they are, or None if there are none.
+    """Return the ``linear_bits`` that would pack exactly the dense layers that are packed, in their format, or None.
 
-    The files of other layers say the format of each of them; those of earlier versions need ``linear_bits``.
+    With None, ``from_pretrained`` takes the format of each layer from the files; files of earlier versions have
+    ``linear_bits``.
 
     Raises:
-        ValueError: ``from_pretrained`` would not put a packed layer where the model has one.
+        ValueError: ``from_pretrained`` would not pack a layer that the model has packed.
     """
     layers = dict(quantized_layers(model))
     if others := sorted(layers.keys() - layers_of(model, {name + ENDING for name in layers})):

@@ -1,4 +1,4 @@
-"""Loads and saves models of transformers with experts in 8 or 4 bits.
+"""Loads and saves transformers' models with quantised experts.
 
 transformers calls the quantizer of a model, and the quantizer's operations for tensors of the checkpoint:
 
@@ -416,7 +416,7 @@ class Pack(_Known):
 
 
 class _Takes(_Known):
-    """Takes weights from files; subclasses say how their packed bytes are made of the files' tensors."""
+    """Takes weights from files; subclasses make the packed bytes from the files' tensors."""
 
     mapped = False
     """True if the bytes are the file's own, which are mapped and take no memory."""
@@ -542,7 +542,7 @@ class TakeRows(_WithParts, _Takes):
 
 
 class Widen(_WithParts):
-    """Makes weights in the dtype of the model of quantised ones."""
+    """Dequantises weights to the dtype of the model."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, **_: Any) -> Any:
         """Return the weights by their names in the model, or nothing if their tensors do not fit each other."""
@@ -574,7 +574,7 @@ class AsNamed(ConversionOps):
 
 
 def register() -> None:
-    """Make transformers know :class:`PymoeConfig`, and save quantised models. Doing so again changes nothing."""
+    """Register :class:`PymoeConfig` with transformers, for loading and saving. Further calls change nothing."""
     interface.register_quantizer(PymoeConfig, PymoeQuantizer)
     interface.call_before_merging(configuration_for)
     interface.call_for_gguf_files(configuration_for_gguf)

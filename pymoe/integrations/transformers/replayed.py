@@ -1,4 +1,4 @@
-"""The layers of models of transformers that choose experts, as :mod:`pymoe.nn.choices` takes them."""
+"""Adapts the layers of transformers' models that choose experts to :mod:`pymoe.nn.choices`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pymoe.nn.choices import ChoosingLayer, Removable, finders
 
 
 def register() -> None:
-    """Make functions of :mod:`pymoe.nn` find the experts of transformers. Further calls change nothing."""
+    """Make the functions of :mod:`pymoe.nn` that record and replay choices find the experts of transformers.
+
+    Further calls change nothing.
+    """
     if find not in finders:
         finders.append(find)
 
@@ -46,7 +49,7 @@ class _Layer:
 
 
 class _ReplacedChoice:
-    """Replaces the choice of a router until it is removed."""
+    """Replaces the choice of a router with ``choice_TK`` until :meth:`remove`."""
 
     def __init__(self, layer: _Layer, choice_TK: Tensor, used: Callable[[Tensor], None]) -> None:
         self.function = layer.function
@@ -58,14 +61,14 @@ class _ReplacedChoice:
         self.hook = layer.experts.register_forward_pre_hook(self.check)
 
     def choose(self, scores: Tensor, k: int) -> Tensor:
-        """Return the other choice, or the router's own if it does not fit, which :meth:`check` then refuses."""
+        """Return the replacing choice. If its shape does not fit, return the router's own, which ``check`` refuses."""
         shape = torch.Size((*scores.shape[:-1], k))
         if k != self.choice_TK.shape[1] or shape.numel() != self.choice_TK.numel():
             return torch.topk(scores, k).indices
         return self.choice_TK.to(scores.device).view(shape)
 
     def check(self, experts: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Raise unless the experts get the other choice, with the weights that the router gives it."""
+        """Raise ValueError unless the experts get the replacing choice, with weights from the router."""
         _, experts_TK, weights_TK = choice_of(experts, arguments)
         mode = None if self.chosen_by is None else self.chosen_by.take()
         self.used(experts_TK)

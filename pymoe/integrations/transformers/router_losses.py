@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers of transformers: those of :class:`pymoe.nn.MoE`, injected in the same way."""
+"""Auxiliary losses for transformers' routers: those of :class:`pymoe.nn.MoE`, injected in the same way."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ADDED = "pymoe_losses"
 _SCORES: dict[Any, Score] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), "softmax"),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, functional.sigmoid), "sigmoid"),
-    **dict.fromkeys((torch.topk, Tensor.topk), "softmax"),  # of the logits of the chosen experts, later
+    **dict.fromkeys((torch.topk, Tensor.topk), "softmax"),  # the router then takes the softmax of the chosen logits
 }
 _SAME = {Tensor.float, Tensor.to, Tensor.type, Tensor.view, Tensor.reshape}
-"""Functions of logits that return the same logits."""
+"""Functions that return the logits with another dtype or shape at most."""
 
 
 class _Logits(TorchFunctionMode):
-    """Finds the logits of a router: a product of E columns, of which it takes scores or the largest."""
+    """Finds the logits of a router: a product with E columns to which it applies a score function or ``topk``."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -50,16 +50,16 @@ class _Logits(TorchFunctionMode):
 
 
 def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_coef: float = 0.0) -> Attached:
-    """Add the balancing loss and the z loss to the training of a model of transformers.
+    """Add the balancing loss and the z loss to the training of a transformers model.
 
-    As in :class:`pymoe.nn.MoE`, the losses are no part of the model's loss: in training mode the backward pass of any
+    As in :class:`pymoe.nn.MoE`, the losses are not part of the model's loss: in training mode, the backward pass of any
     loss adds the gradients of ``aux_loss_coef * balancing loss + z_loss_coef * z loss`` of every layer, whatever factor
-    scales the loss; :func:`pymoe.nn.set_aux_loss_scale` is for gradient accumulation and loss scaling. The balancing
-    loss takes the scores that the router computes of its logits, a softmax or a sigmoid; for routers that choose by
-    logits and take the softmax of the chosen ones, such as GPT-OSS's, it takes the softmax of all.
+    scales that loss. Use :func:`pymoe.nn.set_aux_loss_scale` for gradient accumulation and loss scaling. The balancing
+    loss uses the function by which the router computes scores from its logits, a softmax or a sigmoid; for routers that
+    choose by logits and take the softmax of the chosen ones, such as GPT-OSS's, it uses the softmax of all logits.
 
-    transformers adds a balancing loss of its own to the loss of some models if they return their routers' logits. A
-    forward with both raises, so that it does not count twice.
+    transformers itself adds a balancing loss to the loss of some models if they return their routers' logits. A forward
+    in which both losses would count raises.
 
     Args:
         model: a model whose experts are behind transformers' interface.
@@ -67,15 +67,17 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
         z_loss_coef: factor of the z loss (ST-MoE, arXiv 2202.08906), at least 0.
 
     Returns:
-        A handle; its ``remove()`` ends this.
+        A handle; its ``remove()`` removes the losses.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: both coefficients are 0, or one is negative; the model has no experts behind the interface, or
-            others, or a block without a router ``gate`` or ``router``; or it has losses by this function already.
+        TypeError: an argument is of the wrong type.
+        ValueError: both coefficients are 0, or one is negative; the model has no experts behind the interface, has
+            experts outside of it, or has a block without a router ``gate`` or ``router``; or it already has losses from
+            this function.
 
-    A forward in training raises :class:`ValueError` if a router takes scores of something else than a product, such as
-    logits that it has masked or capped, or other scores; and :class:`RuntimeError` in code that is compiled.
+    A forward in training mode raises :class:`ValueError` if a router computes scores from anything but the result of a
+    product, such as masked or capped logits, or computes other scores. It raises :class:`RuntimeError` in compiled
+    code.
 
     Example:
         >>> from pymoe.integrations.transformers import add_router_losses

@@ -1,7 +1,7 @@
-"""The places in a model of transformers through which the choice of its routers passes.
+"""Access to the choices of the routers of a transformers model.
 
 Every sparse block calls its experts with the hidden states, the indices and the weights of the choice, whatever the
-implementation of experts. So a hook on the experts sees every choice, and no class of blocks has to be known.
+implementation of experts. So a hook on the experts sees every choice, and works for all classes of blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pymoe.nn.options import check_model
 from pymoe.nn.stacked_experts import device_of
 
 COUNTED = "pymoe_load"
-"""Name of the submodule of experts that keeps their load."""
+"""Name of the submodule of experts that stores their load."""
 
 
 class Choice(NamedTuple):
@@ -35,8 +35,8 @@ def choice_of(experts: Any, arguments: tuple[Any, ...]) -> Choice:
     """Return the arguments of a call of an experts module.
 
     Raises:
-        TypeError: the module was called in another way than sparse blocks do.
-        ValueError: the experts are spread over ranks by transformers, so that the indices are not those of the router.
+        TypeError: the module was not called with these three tensors by position.
+        ValueError: transformers has spread the experts over ranks, so the indices are not those of the router.
     """
     if len(arguments) != 3 or not all(isinstance(argument, Tensor) for argument in arguments):
         raise TypeError(
@@ -85,14 +85,14 @@ def required_experts(function: str, model: nn.Module) -> dict[str, Any]:
 
 
 class Attached:
-    """What was attached to a model, until :meth:`remove` is called."""
+    """A handle of the hooks and submodules that were attached to a model; :meth:`remove` removes them."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[nn.Module, str]] = []
         self._hooks: list[Removable] = []
 
     def remove(self) -> None:
-        """Leave the model as it was before the call that returned this. Further calls do nothing."""
+        """Remove everything that the call that returned this handle has attached. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         for experts, name in self._parts:
@@ -101,21 +101,20 @@ class Attached:
 
 
 def attach(attached: Attached, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
-    """Add to ``attached`` a submodule of experts, and the hooks that use it."""
+    """Make ``part`` the submodule ``name`` of experts, and record it and its ``hooks`` in ``attached``."""
     setattr(experts, name, part.train(experts.training))
     attached._parts.append((experts, name))
     attached._hooks += hooks
 
 
 def count_expert_load(model: nn.Module) -> Attached:
-    """Make the experts of a model of transformers keep the load of their last forward, for
-    :func:`pymoe.nn.expert_load`.
+    """Make the experts of a transformers model store the load of their last forward, for :func:`pymoe.nn.expert_load`.
 
-    The counts are no part of the state dict, follow the model's device, and are copied and pickled with it. Experts run
-    by any implementation are counted, also in evaluation and in code that is compiled afterwards; code that was
-    compiled before does not count. A token counts for an expert that is given it, even with the weight 0, as Zaya's
-    first expert is for tokens that skip all. Experts that are counted already, and :class:`pymoe.nn.MoE` layers, which
-    always count, are left alone.
+    The counts are not part of the state dict, follow the model's device, and are copied and pickled with the model.
+    They work with any implementation of experts, also in evaluation mode and in code that is compiled afterwards; code
+    that was compiled before does not count. A token counts for every expert that gets it, even with the weight 0, as
+    Zaya's first expert gets tokens that skip all experts. Experts that are counted already, and :class:`pymoe.nn.MoE`
+    layers, which always count, are left alone.
 
     Args:
         model: a model whose experts are behind transformers' interface.
@@ -125,7 +124,7 @@ def count_expert_load(model: nn.Module) -> Attached:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has no experts behind the interface, or others.
+        ValueError: the model has no experts behind the interface, or has experts outside of it.
 
     Example:
         >>> from pymoe.integrations.transformers import count_expert_load

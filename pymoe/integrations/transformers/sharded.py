@@ -1,4 +1,4 @@
-"""Experts of transformers spread over ranks by :func:`pymoe.ep.shard`, which asks this for their descriptions."""
+"""Describes experts of transformers to :func:`pymoe.ep.shard`, which spreads them over ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from pymoe.nn.stacked_experts import StackedExperts, handlers, on_load
 
 
 def register() -> None:
-    """Make :func:`pymoe.ep.shard` find the experts of transformers, ``from_pretrained`` read only a rank's own experts,
-    and ``save_pretrained`` refuse parts of them.
+    """Make :func:`pymoe.ep.shard` work with the experts of transformers. Further calls change nothing.
 
-    Further calls change nothing.
+    ``from_pretrained`` can then read only a rank's own experts, and ``save_pretrained`` refuses to write only those.
     """
     if stacked_experts not in handlers:
         handlers.append(stacked_experts)
@@ -35,8 +34,8 @@ def stacked_experts(module: nn.Module) -> StackedExperts | None:
     """Return the description of an experts module behind transformers' interface; None for other modules.
 
     Raises:
-        ValueError: the module runs another implementation than pymoe's, has a norm after every expert, is quantised by
-            another package, or holds experts outside of the interface; or transformers has spread it over ranks.
+        ValueError: the module runs an implementation other than pymoe's, has a norm after every expert, is quantised by
+            another package, or has experts outside of the interface; or transformers has spread it over ranks.
     """
     if place(type(module)) in FORWARDS or place(type(module)) in REFUSED:
         raise ValueError(
@@ -69,10 +68,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def spread_model(model: nn.Module, quantizer: Any) -> bool:
-    """Spread the experts of a model before its weights are read, or let its quantizer keep this rank's alone.
+    """Spread the experts of a model before its weights are read, or make its quantizer keep only this rank's experts.
 
     Returns:
-        Whether a user has asked for that.
+        True if the model is being loaded for that; otherwise nothing is done.
+
+    Raises:
+        ValueError: the model has a quantizer other than pymoe's.
     """
     loading = on_load.get()
     if loading is None or not loading.begins(model):
@@ -90,20 +92,20 @@ def spread_model(model: nn.Module, quantizer: Any) -> bool:
 
 
 def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
-    """Check that a rank has its experts, and spread those that are quantised.
+    """Check that a rank has read its experts, or spread the experts now if they are quantised.
 
-    A rank without experts has nothing to read, so fill its parameters.
+    On a rank without experts, which has nothing to read, set its empty parameters.
 
     Args:
         model: a model whose weights have been read.
-        lacking: the names of the tensors that were not read, or have a wrong size in the files.
+        lacking: the names of the tensors that were not read or have a wrong size in the files.
 
     Returns:
-        The names of the parameters that have been filled.
+        The names of the parameters that have been set.
 
     Raises:
         ValueError: the files lack weights of experts.
-        RuntimeError: transformers has put whole weights in the place of this rank's.
+        RuntimeError: transformers has read whole weights instead of this rank's parts.
     """
     filled: set[str] = set()
     if not any(map(is_sharded, model.modules())):
@@ -111,7 +113,7 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
         assert loading is not None, "spread_model has returned True"
         loading.spread(model)  # its quantizer has read this rank's experts alone
         for module in filter(is_sharded, model.modules()):
-            for parameter in module.parameters():  # of biases, new ones
+            for parameter in module.parameters():  # biases are new parameters
                 interface.mark_initialized(parameter)
         return filled
     for path, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""Formats in which checkpoints of other methods hold experts, and which pymoe keeps as they are.
+"""Formats of experts in checkpoints of other quantisation methods that pymoe keeps without rounding.
 
-:class:`StoredRows` is for files that hold experts one by one, each weight in several tensors: codes, scales and others.
-transformers' own converters stack experts, and put gate and up next to each other. So that they do it to all of these
-tensors at once, a format makes rows of bytes of them, one for each output.
+:class:`StoredRows` is for files with separate experts, where each weight is in several tensors: codes, scales and
+others. transformers' own converters stack experts and concatenate gate and up. So that they can do this to all tensors
+of a weight at once, the format joins them into rows of bytes, one row for each output.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Format = tuple[WeightFormat, int]
 """A format's name and bits, as the keys of ``FORMATS``."""
 
 WEIGHT = "weight"
-"""The end of the name of a weight that is not quantised."""
+"""The last part of the name of a weight that is not quantised."""
 
 AS_STORED: Literal["stored"] = "stored"
-"""The name by which a configuration asks for the format that the files have, or for several."""
+"""The format in a configuration that means the format, or the several formats, of the files."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class StoredFormat:
     format: WeightFormat | Literal["stored"]
     """The name of that format."""
     ending: str
-    """What the name of a weight's codes in files has in addition to that of the weight."""
+    """Suffix of the name of a weight's codes in files after the name of the weight."""
     transposed: bool | None
     """Whether the model's own weights are (E, in, out), not (E, out, in); None if they may be either."""
     layout: str
     """These dimensions in words, for errors."""
 
     def check_model(self, model: Any, weights: Iterable[str], bits: int | None, format: str) -> None:
-        """Raise if the experts of a model cannot hold such weights unchanged.
+        """Raise ValueError if the experts of a model cannot take weights of this format unchanged.
 
         Args:
             model: the model, before its weights are loaded.
             weights: names of its stacked weights.
-            bits: bits that the weights shall have.
-            format: format that they shall have.
+            bits: the bits that the configuration requests.
+            format: the format that it requests.
 
         Raises:
             ValueError: ``bits`` and ``format`` are others, or the model's weights have other dimensions.
@@ -76,7 +76,7 @@ class StoredFormat:
 
 @dataclass(frozen=True)
 class StoredRows(StoredFormat, ABC):
-    """A format of experts one by one, each of whose weights is in several tensors of the files."""
+    """A format of files with separate experts, where each weight is in several tensors."""
 
     bits: int
     format: WeightFormat
@@ -96,10 +96,10 @@ class StoredRows(StoredFormat, ABC):
 
     @abstractmethod
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return rows of bytes, (..., N, bytes) uint8, of a weight's tensors by their parts.
+        """Join a weight's tensors, given by their parts, into rows of bytes, (..., N, bytes) uint8.
 
         Raises:
-            ValueError: a part is missing, has another shape or dtype, or holds what cannot be kept.
+            ValueError: a part is missing, has another shape or dtype, or has values that cannot be kept.
         """
 
     @abstractmethod
@@ -127,8 +127,8 @@ class StoredRows(StoredFormat, ABC):
 
     @staticmethod
     def numbers_after(rows: Tensor, inputs: int) -> Tensor:
-        """Return the float32 of rows of bytes that come after codes of a byte for each input."""
-        # A copy: if there is one row, what is contiguous may still begin at a byte where no float32 does.
+        """Return the float32 values that follow the codes, one byte for each input, in rows of bytes."""
+        # A copy, since even contiguous bytes may start at an address that is not aligned for float32.
         return rows[..., inputs:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The switch for whole models, whatever their architecture: :func:`enable` and :func:`disable`."""
+"""Switches models of any architecture to pymoe and back: :func:`enable` and :func:`disable`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pymoe.integrations.transformers.outside import FORWARDS, REFUSED, may_do_wo
 
 _BEFORE = "_experts_implementation_before_pymoe"
 """Name of an attribute that :func:`enable` sets on modules behind the interface: a dictionary with the implementation
-that they ran before. :func:`disable` empties it.
+that they ran before. :func:`disable` empties the dictionary.
 
-Modules with one configuration share one dictionary, because the implementation is an entry of the configuration.
+Modules that share a configuration share the dictionary, because the implementation is an entry of the configuration.
 """
 
 
@@ -24,21 +24,21 @@ def enable(model: nn.Module) -> list[str]:
     """Run the experts of ``model`` on pymoe, including experts for which transformers has no interface.
 
     Experts behind the interface get ``experts_implementation="pymoe"``. Experts outside of the interface that pymoe
-    knows (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get a class of the same name, derived from their own, with
-    another forward. This forward does the work of some submodules itself; as long as one of them has hooks or was
-    replaced, it calls transformers' forward. transformers' classes stay as they are, and so do parameters, hooks, the
-    state dict, and other models that share no configuration with this one. The model can be copied, pickled and
-    compiled as before. On an error nothing changes.
+    supports (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get a class of the same name, derived from their own,
+    with another forward. This forward does the work of some submodules itself; while one of these has hooks or has been
+    replaced, it calls transformers' forward instead. Transformers' classes do not change, nor do parameters, hooks, the
+    state dict, and models that do not share the configuration. The model can be copied, pickled and compiled as before.
+    If there is an error, nothing changes.
 
     Args:
-        model: a model of transformers, or a part of one that holds experts.
+        model: a model of transformers, or a part of one that has experts.
 
     Returns:
-        The names, within ``model``, of the modules that changed; those that ran on pymoe before are not among them.
+        The names, within ``model``, of the modules that changed; modules that already ran on pymoe are not among them.
 
     Raises:
-        ValueError: ``model`` holds no experts that pymoe supports, or experts that pymoe cannot compute.
-        TypeError: experts have weights of a dtype that pymoe does not compute in, as in a quantised model.
+        ValueError: ``model`` has no experts that pymoe supports, or has experts that pymoe cannot compute.
+        TypeError: experts have parameters of a dtype in which pymoe does not compute, as in a quantised model.
 
     Example:
         >>> from pymoe.integrations.transformers import enable
@@ -88,16 +88,16 @@ def disable(model: nn.Module) -> list[str]:
     """Undo :func:`enable`: every module of ``model`` runs as it did before.
 
     Args:
-        model: the model that was given to ``enable``, or a part of it. Modules that ``enable`` did not change, or that
-            got another implementation since, are left alone. With a part, all modules behind the interface that share
-            its configuration change, even outside of the part, as in ``enable``.
+        model: the model that was passed to ``enable``, or a part of it. Modules that ``enable`` did not change, or that
+            have since got another implementation, are left alone. For a part, all modules behind the interface that
+            share its configuration change, even outside of the part, as in ``enable``.
 
     Returns:
         The names, within ``model``, of the modules that changed.
 
     Raises:
-        TypeError: the class of a module outside of the interface was subclassed since, as a parametrization or
-            ``fully_shard`` does. Nothing changes then.
+        TypeError: a module outside of the interface has since got a subclass of the class that ``enable`` gave it, for
+            instance from a parametrization or ``fully_shard``. Nothing changes then.
     """
     named = list(model.named_modules())
     marked = [(name, module, getattr(module, _BEFORE)) for name, module in named if hasattr(module, _BEFORE)]
@@ -127,7 +127,7 @@ class OnPymoe:
     """Marks the classes that :func:`enable` gives to modules outside of transformers' interface."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle with transformers' class, because the object's own class is not in any module."""
+        """Copy and pickle with transformers' class, because no Python module contains the object's own class."""
         before = _off_pymoe(type(self))
         return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
 
