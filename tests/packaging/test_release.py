@@ -73,7 +73,7 @@ def test_a_release_needs_a_clean_tree(tmp_path: Path) -> None:
 
 def test_wheels_are_tried_with_the_oldest_and_the_newest_torch() -> None:
     """The Makefile reads both where the package says them: a pattern that no longer fits would leave one out."""
-    command = ["make", "--eval=torches:; @echo $(RELEASE_TORCHES)", "torches"]
+    command = ["make", "--no-print-directory", "--eval=torches:; @echo $(RELEASE_TORCHES)", "torches"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     (oldest,) = [need for need in requires("pymoe-runtime") or () if need.startswith("torch>=")]
     assert said == [oldest.removeprefix("torch>="), NEWEST_TESTED]
