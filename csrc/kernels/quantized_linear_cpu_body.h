@@ -170,7 +170,7 @@ PYMOE_INLINE vint32 broadcast_word(const int8_t* source) {
   return word - vint32{};
 }
 
-// Returns twice the values of mxfp4 codes plus 12, which makes them positive; one byte each.
+// Returns 2 v + 12 for the value v of each mxfp4 code, one byte each. The 12 makes all results non-negative.
 PYMOE_INLINE vint32 twice_plus_12(vint32 codes) {
 #if PYMOE_ISA_LEVEL >= 3 || PYMOE_NEON
   alignas(16) static constexpr uint8_t kValues[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -243,7 +243,7 @@ PYMOE_INLINE int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x
 }
 PYMOE_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t codes, int8x16_t x) { return vmmlaq_s32(sum, codes, x); }
 
-// Eight codes of four outputs: of the first two, and of the others. Those of mxfp4 are twice their values, with a sign.
+// Eight codes of each of four outputs, two in `first` and two in `second`; of mxfp4, twice the codes' signed values.
 template <WeightFormat kFormat>
 struct Codes {
   using Bytes = std::conditional_t<kFormat == WeightFormat::kMxfp4, int8x16_t, uint8x16_t>;

@@ -110,8 +110,8 @@ inline const int32_t* checked_offsets(const char* operator_name, const Tensor& o
   return static_cast<const int32_t*>(offsets.const_data_ptr());
 }
 
-// Returns the biases (E, N) of experts for an operator whose rows have `features` = N elements of the dtype of `like`;
-// none if there is no `bias`.
+// Checks `bias` and `offsets`, and returns both for an operator that adds biases to rows of N = `features` elements;
+// returns an ExpertBiases without data if there is no `bias`. `bias` must be (E, N), in the dtype of `like`.
 inline ExpertBiases checked_biases(const char* operator_name, const std::optional<Tensor>& bias,
                                    const std::optional<Tensor>& offsets, int64_t features, const Tensor& like) {
   if (!bias) return {};

@@ -1,10 +1,11 @@
-// Asks the system to read the weights of chosen experts from the files that they are mapped from, before they are used.
+// Asks the system to read the weights of the chosen experts ahead, from the files that they are mapped from.
 //
-// Otherwise the kernel reads them page by page: each access to a missing page waits for the disk. The system then also
-// reads the pages around it (up to the disk's read_ahead_kb), most of which are other experts' and not needed.
-// A request returns before its data are read, so the disk works on all of them while the first experts are computed.
+// Without this, computing faults the pages in one after the other, and each fault waits for the disk. The system also
+// reads around every fault (up to the disk's read_ahead_kb); with a large value, much of that belongs to experts that
+// were not chosen. A request returns before its data have been read, so the disk works on all of them while the first
+// experts are computed.
 //
-// Advice changes no byte of memory, and errors of it mean that pages are read when they are used, so they are ignored.
+// This is advice only: it never changes memory, and if it fails the pages are read on first use. So errors are ignored.
 #pragma once
 
 #include <sys/mman.h>

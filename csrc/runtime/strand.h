@@ -109,8 +109,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return true;
   }
 
-  // Waits until `request`, which is one of this strand's, has ended, but not beyond `until`; may return early. `how`
-  // says whether this thread runs batches meanwhile.
+  // Waits until `request`, which is one of this strand's, has ended, or until `until`. `how` says whether this thread
+  // runs batches meanwhile.
   void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
@@ -128,7 +128,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Returns true if workers run the strand's batches.
+  // Returns true if the strand is attached to workers, which then run its batches.
   bool attached() const {
     const std::lock_guard lock(mutex_);
     return workers_ != nullptr;

@@ -243,7 +243,9 @@ def _numbers_come_from_streams() -> canaries.Exercises:
 
 
 def _change() -> None:
-    """Make ``torch.random``, and ``torch.cuda`` if it is in use, return to each thread the generator of its call."""
+    """Replace torch's default generators, also those of CUDA if it is initialised: on a thread that runs a call, they
+    stand for the call's generators, on other threads for the process's.
+    """
     global _is_changed
     with _changing:
         if _is_changed:

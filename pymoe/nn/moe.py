@@ -496,8 +496,8 @@ class MoE(nn.Module):
             auxiliary = self.losses
             how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
-            # Do not keep large logits: a backward pass frees its own when it ends, which may be long before the next
-            # forward replaces these.
+            # Do not keep large logits: autograd lets go of them when the backward pass ends, but this reference would
+            # keep them until the next forward, which may be much later.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
                 losses, logits = _losses(logits, load, *how), None
         self.last.keep_pending(partial(_statistics, load, capacity, losses, logits, *how), load)

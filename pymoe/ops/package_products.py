@@ -274,7 +274,7 @@ def _load_quack() -> Callable[..., Tensor]:
 def _by_quack(gemm: Callable[..., Tensor], x: Tensor, weight: Tensor, bounds: Tensor, y: Tensor) -> Tensor:
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
-    # With tuning, measured times would choose the kernel, and the kernel determines the bits.
+    # No tuning: it would choose kernels by measured times, and results of different kernels differ in their last bits.
     gemm(x, weight.transpose(1, 2), out=y, cu_seqlens_m=bounds, tuned=False)
     return y
 

@@ -108,7 +108,10 @@ class SavedTensors:
 
 
 def hand_over_all(saved: Sequence[SavedTensors]) -> None:
-    """Pack all tensors that the calls have saved, with the caller's hooks, on the calling thread, after all calls."""
+    """Pack all tensors that the parallel calls have saved, call by call, with the hooks of the caller.
+
+    Call it on the caller's thread when all calls have ended.
+    """
     with torch.no_grad():  # autograd calls hooks in this mode
         for of_call in saved:
             of_call.hand_over()

@@ -20,8 +20,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
     dtype of ``y``. The result is exact in this sense: the same on every device and for every number of threads. A
     dropped choice adds nothing, whatever its weight.
 
-    With ``bias``, ``y[s] + bias[e]`` takes the place of ``y[s]``, for the expert e that owns row s:
-    ``routing.offsets[e] <= s < routing.offsets[e + 1]``, added in the dtype of the sum over k. Pass it if ``y`` was
+    With ``bias``, each row s has the bias of its expert added first, in the dtype of the sum over k: ``y[s] + bias[e]``
+    takes the place of ``y[s]``, where ``routing.offsets[e] <= s < routing.offsets[e + 1]``. Pass it if ``y`` was
     computed without the bias.
 
     Args:

@@ -397,10 +397,11 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def fields_of_q4_k(fields: Tensor) -> Tensor:
-    """Unpack 12 bytes of Q4_K or Q5_K: 8 integers s and 8 integers m of 6 bits, returned as (..., 2, 8) uint8.
+    """Unpack the 12 bytes of Q4_K or Q5_K that hold a scale s and a minimum m of 6 bits for each of 8 groups.
 
-    The first four s and the first four m are the lower 6 bits of 8 bytes; the upper 2 bits of these bytes are the upper
-    bits of the last four s and m. The other 4 bytes have the lower 4 bits of the last four.
+    Returns (..., 2, 8) uint8: s, then m. The lower 6 bits of bytes 0 to 3 are s of groups 0 to 3, those of bytes 4 to 7
+    are m of groups 0 to 3. Bytes 8 to 11 hold the lower 4 bits of groups 4 to 7, s in the lower nibble and m in the
+    upper; their upper 2 bits are the upper 2 bits of bytes 0 to 3 (s) and 4 to 7 (m).
     """
     first, second, last = fields.unflatten(-1, (3, 4)).unbind(-2)
     s = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=-1)

@@ -33,7 +33,9 @@ def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
             if one not in _locks:
                 _locks[one] = numbered[0]
     locks = [lock for _, lock in numbered]
-    return locks[0] if len(locks) == 1 else _Together(locks)  # _Together may be interrupted by Ctrl-C
+    return (
+        locks[0] if len(locks) == 1 else _Together(locks)
+    )  # if Ctrl-C interrupts _Together between two locks, the first stays held
 
 
 class _Together:
@@ -68,8 +70,8 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # Check the class's own step(): schedulers replace the instance's with a function whose signature has one
-        # argument too many.
+        # Check the step() of the class: a learning-rate scheduler replaces the optimizer instance's step() by a
+        # wrapper whose signature still has `self`.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue

@@ -407,7 +407,7 @@ def traffic_table(simulation: Simulation) -> Table:
 
 
 def memory_table(simulation: Simulation) -> Table:
-    """Return a table with a row for every kind of parallelism."""
+    """Return a table of a rank's memory in GiB: a row for each kind of parallelism, a column for each use."""
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
     rows = [
         (name, *(amount(getattr(one, part), 2**30, 2) for part in parts)) for name, one in simulation.memory.items()

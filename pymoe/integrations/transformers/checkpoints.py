@@ -231,7 +231,7 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of :class:`MoE` that describe the block, except for its bias; raise if none can."""
+    """Return the arguments of :class:`MoE` that describe the block, except ``bias_update_rate``; raise if none do."""
     kind, flags = type(block).__name__, _flags(block, plan)
     assumed = plan.only if _shared(block, plan) is None else plan.only | plan.only_shared
     for attribute, expected in assumed.items():

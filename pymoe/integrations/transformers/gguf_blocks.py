@@ -219,7 +219,7 @@ def _affine(name: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Scales and offsets are (N, H / 32), but (N, H / 16) for Q2_K.
     """
     halves = _halves(blocks, name)
-    if name == "Q2_K":  # bits 2 g and 2 g + 1 of byte j of a half belong to its input 32 g + j
+    if name == "Q2_K":  # in each half of the 256 inputs, bits 2 g and 2 g + 1 of byte j belong to input 32 g + j
         both = blocks[..., :16]
         scales, minima = halves[..., :1] * (both & 15), halves[..., 1:] * (both >> 4)
         places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]

@@ -99,7 +99,7 @@ def has_default_gate(experts_class: Any) -> bool:
 
 
 def has_replaced_gate(experts: Any) -> bool:
-    """Return whether the method of the gate was replaced on this module itself, not on its class."""
+    """Return whether ``_apply_gate`` has been replaced on this instance rather than on its class."""
     return GATE in experts.__dict__
 
 

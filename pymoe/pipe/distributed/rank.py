@@ -218,7 +218,7 @@ class Tied:
         return list(shared_parameters(self._parts)) == self._shared
 
     def of(self, stage: int, shared: Shared) -> nn.Parameter:
-        """Return the parameter that ``stage`` now has under its name in ``shared``."""
+        """Return the shared parameter as ``stage`` has it now; ``shared`` gives its name in each stage."""
         return self._parts[stage].get_parameter(shared[stage])
 
     def own(self, shared: Shared) -> nn.Parameter:

@@ -101,9 +101,9 @@ class HeldState:
     """Compares the state of some modules, containers and tensors before and after forwards."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
-        """Begin at ``roots``: modules, containers and tensors, with names for messages.
+        """Watch the state that can be reached from ``roots``: modules, containers and tensors, with names for messages.
 
-        ``moment``: the first reading of fingerprints gets the next number.
+        ``moment``: readings of fingerprints are numbered from ``moment + 1``.
         """
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None

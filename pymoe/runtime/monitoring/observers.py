@@ -69,8 +69,8 @@ class Observers:
             self._log_thread.start()
 
     def stop(self) -> None:
-        """Stop the log and the monitor; the log gets the events since its last lines. May be called at any time, and
-        more than once.
+        """Stop the log, after a last line for each pool that was busy since the previous lines, and the monitor. May be
+        called at any time, and more than once.
         """
         self._log_end.set()
         thread = self._log_thread
