@@ -22,11 +22,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.gpu.stages import end_session  # noqa: E402
+
 RESULTS = ROOT / "build" / "tests"
 PYTHON = sys.executable
 # Several test processes share the cores. A thread that waits for others of its process must sleep, not spin: a spinning
@@ -206,16 +210,37 @@ OUTCOME = re.compile(
 
 
 def start_process(command: list[str], environment: dict[str, str], alone: bool) -> subprocess.Popen[str]:
-    """Start a command; ``alone``: as the leader of a process group, which can be stopped with all its processes."""
+    """Start a command; ``alone``: as the leader of a session, which can be ended with all its processes."""
     return subprocess.Popen(
         command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=alone,
     )  # fmt: skip
 
 
-def stop_group(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+@contextmanager
+def until(end: float | None, process: subprocess.Popen[str]) -> Iterator[threading.Event]:
+    """End the session of ``process`` at the time ``end`` (None: never), or if the block raises; the event says that the
+    time has come.
+    """
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        end_session(process, signal.SIGKILL)
+
+    if end is None:
+        yield late
+        return
+    timer = threading.Timer(end - time.monotonic(), stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    except BaseException:  # Ctrl-C does not reach other sessions
+        stop()
+        raise
+    finally:
+        timer.cancel()
 
 
 def run(step: Step, end: float | None) -> tuple[bool, str, float]:
@@ -236,21 +261,17 @@ def run(step: Step, end: float | None) -> tuple[bool, str, float]:
                 print(outcome, flush=True)
                 break
             assert process.stdout is not None
-            if end is not None:
-                timer = threading.Timer(end - time.monotonic(), stop_group, [process])
-                timer.start()
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                log.write(line)
-                if OUTCOME.search(line):
-                    outcome = line.strip().strip("= ")
-            status = process.wait()
-            if end is not None:
-                timer.cancel()
-                if time.monotonic() >= end and status == -signal.SIGKILL:
-                    outcome = f"stopped: {NO_TIME}"
-                    break
-            if status != 0:
+            with until(end, process) as late:
+                for line in process.stdout:
+                    print(line, end="", flush=True)
+                    log.write(line)
+                    if OUTCOME.search(line):
+                        outcome = line.strip().strip("= ")
+                process.wait()
+            if late.is_set():
+                outcome = f"stopped: {NO_TIME}"
+                break
+            if process.returncode != 0:
                 outcome = f"{outcome} (exit status {process.returncode})".strip()
                 passed = False
                 break
