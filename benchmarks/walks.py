@@ -14,11 +14,12 @@ fastest run of each counts. Prints two Markdown tables. A walk is left out where
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -43,6 +44,9 @@ PAUSE_S = 0.05
 Calls = dict[str, Callable[[], object]]
 """Calls of a layer by the way in which it is called; the times of the others are compared with the first."""
 
+Entered = list[tuple[str, CodeType]]
+"""Functions in the order in which they were entered: the name of the module, and the code."""
+
 
 class Walk(NamedTuple):
     """The amount of the package's Python that one call ran."""
@@ -53,16 +57,21 @@ class Walk(NamedTuple):
     turns: int
 
 
-def entered(call: Callable[[], object]) -> list[tuple[str, CodeType]]:
-    """Return the module and code of every Python function that a call runs on this thread, in order."""
-    found: list[tuple[str, CodeType]] = []
+def recorder(found: Entered) -> Callable[[FrameType, str, Any], None]:
+    """Return a function for ``setprofile`` that adds every Python function that is entered to ``found``."""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             found.append((frame.f_globals.get("__name__", ""), frame.f_code))
 
+    return note
+
+
+def entered(call: Callable[[], object]) -> Entered:
+    """Return the module and code of every Python function that a call runs on this thread, in order."""
+    found: Entered = []
     before = sys.getprofile()
-    sys.setprofile(note)
+    sys.setprofile(recorder(found))
     try:
         call()
     finally:
@@ -74,12 +83,12 @@ def walk(call: Callable[[], object]) -> Walk:
     """Return the counts of the third call of ``call``."""
     for _ in range(2):
         call()
-    return counts_of([code for _, code in entered(call)])
+    return counts_of(entered(call))
 
 
-def counts_of(entered: Sequence[CodeType]) -> Walk:
+def counts_of(functions: Entered) -> Walk:
     """Return the counts of a call that entered these functions."""
-    found = [(code.co_filename, code.co_qualname) for code in entered if code.co_filename.startswith(PACKAGE)]
+    found = [(code.co_filename, code.co_qualname) for _, code in functions if code.co_filename.startswith(PACKAGE)]
     files = [file for file, _ in found]
     return Walk(len(found), len(set(found)), len(set(files)), sum(a != b for a, b in pairwise(files)))
 
@@ -147,11 +156,7 @@ def remote_walks() -> dict[str, Walk]:
         from pymoe import remote
     except ImportError:
         return {}
-    found: list[CodeType] = []
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            found.append(frame.f_code)
+    found: Entered = []
 
     def counts(call: Callable[[], object]) -> Walk:
         walks = []
@@ -160,20 +165,21 @@ def remote_walks() -> dict[str, Walk]:
             call()
             time.sleep(PAUSE_S)
             walks.append(counts_of(found))
-        return sorted(walks[2:])[len(walks) // 2 - 1]
+        return statistics.median_low(walks[2:])
 
     expert = nn.Sequential(nn.Linear(HIDDEN, FFN), nn.ReLU(), nn.Linear(FFN, HIDDEN))
     optimizer = torch.optim.SGD(expert.parameters(), 1e-3)
     backend = pymoe.ExpertBackend("expert", expert, optimizer, args_schema=[pymoe.BatchTensorProto(HIDDEN)])
-    threading.setprofile(note)
-    sys.setprofile(note)
+    before = sys.getprofile()
+    threading.setprofile(recorder(found))
+    sys.setprofile(recorder(found))
     try:
         with remote.ExpertServer([backend], "127.0.0.1:0") as server, remote.connect(server.address) as connection:
             client = pymoe.runtime.ExpertClient(connection.backends()[0])
             calls = calls_of(client, torch.randn(TOKENS, HIDDEN))
             return {way: counts(call) for way, call in calls.items()}
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,8 @@ import pytest
 from certificates import Certificates
 from newcomer import IMPORTS, Table, cases, check, read
 
+from pymoe.remote.encodings import ENCODINGS
+
 BEFORE = """
 from pymoe.bench import cli as bench
 from pymoe.ep.simulate import cli as simulate
@@ -142,7 +144,10 @@ with ExpertServer([b], "localhost:0", tls=tls) as server:
         r"without spaces, at least one; strip\(\) the line end",
     ),
     "compression": ("connect('localhost:7000', compression='int8')", r"'compression': did you mean 'encoding'\?"),
-    "an encoding": ("connect('localhost:7000', encoding='int4')", "must be one of 'raw', 'bf16', .*, got 'int4'"),
+    "an encoding": (
+        "connect('localhost:7000', encoding='int4')",
+        f"must be one of {', '.join(map(repr, ENCODINGS))}, got 'int4'",
+    ),
     "a folder that cannot be written": (
         "ExpertServer([b], checkpoints='/proc/none')",
         "^OSError: 'b' cannot be saved in /proc/none",
