@@ -43,7 +43,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void discard() { take_all(); }
 
  private:
-  // Takes over a reference to a future of the loop, to be completed in the loop. Any thread, without the GIL.
+  // Takes over the reference to `waiter`, a future of the loop that will be completed in the loop. May be called on any
+  // thread, without the GIL.
   void put(PyObject* waiter) {
     {
       const std::lock_guard lock(mutex_);
@@ -53,7 +54,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // On failure the waiters stay in the mailbox, and are delivered with the next one.
+        // Both calls failed. The waiters stay in the mailbox, and the next put() calls the loop again.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }
@@ -61,8 +62,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     });
   }
 
-  // Calls the loop; returns false if the call raised. Ctrl-C must interrupt only the main thread's own code, so an
-  // interrupt only sets `interrupted`, and the caller raises it again afterwards.
+  // Calls call_loop_, which makes the loop run deliver(); returns false if it raised. Ctrl-C must interrupt only the
+  // main thread's own code, so an interrupt only sets `interrupted`, and the caller raises it again afterwards.
   bool call_loop(bool& interrupted) {
     try {
       const py::object self = py::cast(shared_from_this());

@@ -31,7 +31,7 @@ int64_t rows_of(const Slice& slice) { return slice.whole() ? request_of(slice).t
 void give_back(void* block) noexcept { buffers().give_back(block); }
 using Block = std::unique_ptr<void, decltype(&give_back)>;
 
-// The batch of tensors at one argument position.
+// The tensors of a batch at one argument position. Its functions gather them into one tensor.
 class Column {
  public:
   Column(Batch batch, size_t position, int64_t rows)
@@ -41,19 +41,19 @@ class Column {
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // tensors on other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // May be called with or without the GIL.
+  // Copies the tensors into a new block of memory. May be called with or without the GIL.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
   }
 
-  // Called under the GIL, after gather.
+  // Returns the gathered tensor, which owns its memory. Call with the GIL held, after gather.
   py::object tensor() {
     return dlpack::make(block_.release(), give_back, position_.dtype, shape_.data(),
                         static_cast<int32_t>(shape_.size()));
   }
 
-  // Called under the GIL, which is released for the copy.
+  // Returns the gathered tensor, in page-locked memory. Call with the GIL held; it is released for the copy.
   py::object pinned_tensor() const {
     py::tuple sizes(shape_.size());
     for (size_t i = 0; i < shape_.size(); ++i) sizes[i] = shape_[i];
@@ -67,14 +67,14 @@ class Column {
     return made;
   }
 
-  // Called under the GIL: the operator runs on the tensors' own device.
+  // Returns the tensor that torch.ops.pymoe.gather_batch gathers on the inputs' device. Call with the GIL held.
   py::object device_tensor() const {
     const TorchCalls& torch = torch_calls();
     if (torch.gather_batch == nullptr) {
       raise(PyExc_RuntimeError, "torch.ops.pymoe.gather_batch is missing: import pymoe");
     }
-    // The client's request ends when the work is queued, and the client may then release its memory. Memory from
-    // another stream must not be reused before this stream has read it.
+    // The client's request ends when this work is queued on the stream, and the client may then release its tensors.
+    // record_stream prevents reuse of their memory before the stream has read it.
     const py::object stream = py::handle(torch.cuda).attr("current_stream")(position_.device.index);
     const GradMode none(false);
     py::list tensors;
@@ -188,8 +188,8 @@ class Running {
   const Batch outer_;
 };
 
-// Returns the seconds until the latest deadline in the running batch (see bind_batches). Call it under the GIL, like
-// all code that reads `dropped`.
+// Returns the seconds until the latest deadline of the running batch (see bind_batches); infinity if a request has
+// none, and nothing outside a batch. Call with the GIL held, like all code that reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -202,8 +202,8 @@ std::optional<double> patience_of_batch() {
   return std::chrono::duration<double>(*latest - Clock::now()).count();
 }
 
-// Gives every request of the batch its part; requests that are complete no longer need their inputs. It gives out all
-// parts or none: steps that may raise come first, since a batch that raised may run again.
+// Gives every request of the batch its part of the results, and releases the inputs of requests that are complete.
+// Steps that may raise come first, so that all parts are given out or none: a batch that raised may run again.
 void hand_out(Batch batch, std::vector<py::object> results) {
   for (size_t i = 0; i < batch.size(); ++i) {
     if (batch[i].whole()) continue;
@@ -254,7 +254,7 @@ void gather(std::vector<Column>& columns) {
   }
 }
 
-// Ends a batch with a Python exception.
+// Fails the batch with a Python exception. For an interrupt, throws Interrupted instead.
 [[noreturn]] void fail(Batch batch, const py::error_already_set& raised) {
   const py::object error = exception_of(raised);
   // An interrupt on the main thread is meant for the code that waits there, not for the batch.
@@ -348,8 +348,9 @@ void PyBatchFunction::run(Batch batch) {
         fail(batch, error);
       }
     };
-    // The state need not be read on a server's worker, which is always plain, and on a client's thread, which has read
-    // it before. Inside another batch, and on a worker of parallel calls, a thread must help whatever its state.
+    // Skip the check of this thread's torch state if the result is known: a server's worker is always in a plain state,
+    // and a client has checked its own before. Inside another batch, and on a worker of parallel calls, the state is
+    // unknown.
     const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
     try {
       if (known_plain || plain_runner == nullptr || thread_is_plain()) {

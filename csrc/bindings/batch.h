@@ -1,12 +1,11 @@
-// PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, many of them without
-// the GIL; the Python function is called on tensors over it; its output is cut into views, one structure per request.
+// PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, without the GIL if they are many;
+// the Python function is called on tensors over this memory; its output is cut into views, one structure per request.
 //
 // CPU rows use cpu::gather_batch directly, while GPU batches call the project's operator through Python: this module
 // includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds. It can
 // allocate memory of the host and pass it to torch (DLPack). Memory of a GPU belongs to torch's caching allocator, and
 // work on it to torch's current stream; the operator handles both. For the same reason grad modes, profiler ranges,
-// torch.cat and torch.split are called through Python (torch_calls.h). This costs a few microseconds per batch,
-// compared with the start of a kernel and a copy.
+// torch.cat and torch.split are called through Python (torch_calls.h). These calls cost a few microseconds per batch.
 #pragma once
 
 #include "bindings/gil.h"
@@ -29,7 +28,7 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
   bool may_retry(const std::exception_ptr& error) override;
   void deliver(const std::function<void()>& complete) override { deliver_through_turnstile(complete); }
 
-  // For Python's garbage collector; called under the GIL.
+  // For Python's garbage collector. Call these two functions with the GIL held.
   PyObject* function() const { return function_; }
   void clear() { Py_CLEAR(function_); }
 
@@ -45,7 +44,8 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
 // Returns the memory into which batches are gathered: one pool per process, which outlives every tensor over it.
 runtime::BufferPool& buffers();
 
-// Raises the KeyboardInterrupt that ended a batch on this thread, in the code that waited there.
+// Raises the KeyboardInterrupt that arrived while this thread ran a batch. For the function that ran the batch while it
+// waited.
 [[noreturn]] void raise_interrupt();
 
 }  // namespace pymoe::bindings

@@ -39,7 +39,7 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 PyObject* base_name = nullptr;  // "_base"
 
-// A block of memory, with the description of it that torch keeps.
+// A block of memory, and the DLPack description of it that torch keeps.
 struct Owned {
   Managed managed;
   void (*release)(void*) noexcept;
@@ -74,7 +74,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
         said.substr(0, said.find('\n')).c_str());  // the remaining names are torch's own functions
 }
 
-// Accepts the kinds of memory from which rows can be gathered, and refuses other devices' memory.
+// Reads a tensor through the table. Throws TypeError unless the tensor is in memory of the CPU or of a CUDA device.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), object, where, position);
   const int32_t type = tensor.device.type;
@@ -83,8 +83,8 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
         where, position, static_cast<int>(type));
 }
 
-// Returns true if memory holds the values with the other sign (torch's "neg bit"). Only views can have it. Other
-// tensors are not checked, because torch releases the GIL during the check.
+// Returns true if the tensor's memory contains the negatives of its values (torch's "neg bit"). Checks only views:
+// other tensors cannot have this bit, and torch releases the GIL during the check.
 bool is_negated(PyObject* object) {
   return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
 }

@@ -1,4 +1,4 @@
-// Tensors of torch, read and made through its table of C functions for DLPack, without a header of torch.
+// Reads and makes tensors of torch through torch's table of C functions for DLPack, without a header of torch.
 //
 // The structs are defined by DLPack 1.x (its specification is public; major version 1 guarantees their layout). The
 // table is an attribute of torch.Tensor from torch 2.11 on. Everything here needs the GIL.
@@ -40,11 +40,12 @@ struct Tensor {
   int64_t row_bytes() const;
   // Returns true if the rows lie one after the other, without gaps.
   bool dense() const;
-  // Returns true if the tensor is dense, and memory holds the values themselves.
+  // Returns true if the tensor is dense and its memory surely contains its values, not their negatives. False for a
+  // single element, which may be the imaginary part of a conjugate.
   bool contiguous() const;
 };
 
-// Finds the table. Throws an ImportError if this torch has no supported table.
+// Finds torch's table of C functions. Throws an ImportError if this torch has no supported table.
 void load();
 
 // Reads a tensor that can be batched directly: strided, contiguous, in memory. Returns the tensor, or a contiguous copy

@@ -1,4 +1,4 @@
-// Errors of the runtime as Python exceptions, and errors that cannot be raised in any caller.
+// Converts errors of the runtime to Python exceptions, and logs errors that cannot be raised in any caller.
 #pragma once
 
 #include "bindings/gil.h"
@@ -7,8 +7,8 @@
 
 namespace pymoe::bindings {
 
-// Looks up concurrent.futures.CancelledError when the module is made. Requests are cancelled at interpreter exit, where
-// an import would run Python in threads that must not run any.
+// Looks up concurrent.futures.CancelledError when the module is initialised. It is needed at interpreter exit, when
+// requests are cancelled on threads that must not run the Python code of an import.
 void find_cancelled_error();
 
 // Sets the Python exception for a C++ exception.
@@ -29,8 +29,7 @@ PyObject* guarded(const Body& body) noexcept {
   return nullptr;
 }
 
-// Returns true for a KeyboardInterrupt on the main thread: such an exception belongs only to that thread, and must not
-// be lost.
+// Returns true for a KeyboardInterrupt on the main thread. It must not get lost, and may be raised on that thread only.
 bool is_interrupt(py::handle exception);
 
 // Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs

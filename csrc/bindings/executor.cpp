@@ -1,4 +1,5 @@
-// Executor of pymoe._runtime: the threads that serve the pools of a pymoe.runtime.Runtime, which holds the pools.
+// Executor of pymoe._runtime: the threads that serve the pools of a pymoe.runtime.Runtime. (The Runtime keeps the
+// pools.)
 #include "runtime/executor.h"
 
 #include <algorithm>
@@ -28,8 +29,8 @@ Strands strands_of(const py::iterable& pools) {
   return strands;
 }
 
-// Attaches all strands, or none and returns false if one is served elsewhere. The GIL keeps other threads from
-// attaching.
+// Attaches all strands and returns true; or attaches none and returns false, if some strand is already attached. Call
+// with the GIL held, which keeps other threads from attaching.
 bool attach(ServerThreads& threads, const Strands& strands) {
   if (std::any_of(strands.begin(), strands.end(), [](const auto& strand) { return strand->attached(); })) return false;
   threads.threads.attach(strands);
@@ -38,7 +39,7 @@ bool attach(ServerThreads& threads, const Strands& strands) {
 
 class PyExecutor {
  public:
-  // Also checks the pools, which are not served before start().
+  // Checks the pools already here, although they are not served before start().
   PyExecutor(int workers, const py::iterable& pools) : workers_(workers) {
     strands_of(pools);
     if (workers < 1) raise(PyExc_ValueError, "Runtime: num_workers must be at least 1, got %d", workers);

@@ -20,7 +20,7 @@ struct Span {
   size_t bytes;
 };
 
-// Clips a range of memory to the tensor's allocation, which may have been replaced meanwhile.
+// Clips a range of memory to the tensor's allocation, since another thread may have replaced the allocation meanwhile.
 Span within(uintptr_t begin, size_t bytes, uintptr_t allocation, size_t allocated) {
   if (allocation == 0 || begin < allocation || begin - allocation >= allocated) return {nullptr, 0};
   return {reinterpret_cast<const unsigned char*>(begin), std::min(bytes, allocated - (begin - allocation))};

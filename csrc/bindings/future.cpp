@@ -49,7 +49,7 @@ template <>
 struct pybind11::detail::handle_type_name<pymoe::bindings::DoneCallback> {
   static constexpr auto name = const_name("collections.abc.Callable[[pymoe._runtime.RequestFuture], object]");
 };
-// Passes futures to bound functions that take a FutureObject&.
+// Converts the Python futures that are passed to bound functions to FutureObject&.
 template <>
 struct pybind11::detail::type_caster<pymoe::bindings::FutureObject> {
   static constexpr auto name = const_name("pymoe._runtime.RequestFuture");
@@ -76,15 +76,17 @@ void track(PyObject* object) {
   if (!PyObject_GC_IsTracked(object)) PyObject_GC_Track(object);
 }
 
-// Returns true if a result may come to refer to its future. A plain tensor can do so only through added attributes.
+// Returns true if `outcome` could refer to its future, now or later. A plain tensor could do so only through added
+// attributes, which are ignored.
 bool may_refer(PyObject* outcome) {
   return PyObject_IS_GC(outcome) && Py_TYPE(outcome) != reinterpret_cast<PyTypeObject*>(torch_calls().tensor);
 }
 
-// A thread that waits for a pool without a runtime is warned after this time.
+// The time after which a thread that waits for a pool without a Runtime is warned.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// If no runtime serves the pool, waits for a while and then warns. Returns true if the request has ended.
+// If no Runtime serves the pool, waits for kUnservedWarningDelay and then warns. Returns true if the request ended
+// meanwhile.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -111,7 +113,8 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // A thread that must help waits through the pool, since it may be the only one that can continue.
+      // Only a client that may help waits in a Place. A thread that must help waits in the pool and runs batches there,
+      // since it may be the only thread that can continue.
       if (help != runtime::Help::kYes) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
@@ -132,7 +135,7 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
   }
 }
 
-// Parses the only argument of these methods, `timeout`.
+// Parses the arguments of a future's method that takes only `timeout`. Returns the seconds, or none without a timeout.
 std::optional<double> timeout_of(const char* where, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const Py_ssize_t keywords = names != nullptr ? PyTuple_GET_SIZE(names) : 0;
   if (count + keywords == 0) return std::nullopt;
@@ -178,7 +181,8 @@ MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   return MaybeException(self.request->exception());
 }
 
-// Cancels the request; returns false if its only or last batch has started, or if it is done.
+// Cancels the request. Returns true if it is cancelled now or was before; false if its only or last batch has started,
+// or if it has ended otherwise.
 bool cancel(FutureObject& self) {
   const auto request = self.request;
   if (request->done()) return request->was_cancelled();
@@ -188,7 +192,7 @@ bool cancel(FutureObject& self) {
   return pool->cancel(request) || request->was_cancelled();
 }
 
-// A callback for the thread that completes; it may be called with the GIL or without it.
+// A callback for the thread that completes the future. It may be called with or without the GIL.
 struct Callback {
   GilObject function, future;
 
@@ -242,10 +246,10 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// isinstance() asks for __class__ if the type itself differs.
+// Makes isinstance() accept a RequestFuture as a concurrent.futures.Future: it also looks at __class__.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
-// Gets _condition, _waiters or _state, which wait() and as_completed() of concurrent.futures use.
+// Returns _condition, _waiters or _state: attributes that wait() and as_completed() of concurrent.futures use.
 PyObject* get_standard(PyObject* object, void* name) {
   return guarded([&] {
     FutureObject* self = self_of(object);
@@ -280,7 +284,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // Takes away the outcome: code that finds the future in a finaliser gets None.
+    // Replace the outcome by None instead of removing it: a finaliser may still read the finished future.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);
@@ -289,7 +293,7 @@ int clear(PyObject* object) {
   return 0;
 }
 
-// Freed objects of the type, kept for reuse.
+// Freed futures are kept for reuse, at most kMostFree of them.
 #ifdef Py_GIL_DISABLED
 constexpr size_t kMostFree = 0;
 #else
@@ -314,7 +318,7 @@ void dealloc(PyObject* object) {
       Py_CLEAR(request->traceback);
       if (request->done()) request->drop_inputs();
     }
-    // In a forked child, these copies keep the parent's objects for ever, because their destructors might wait for
+    // In a forked child, keep the parent's objects for ever by copying their pointers: their destructors might wait for
     // locks that are never released.
     if (self->created != generation()) new std::pair(request, pool);
   }

@@ -1,5 +1,5 @@
-// RequestFuture of pymoe._runtime: through it a client gets the outcome of its request. It is a CPython type without
-// pybind11, because every request creates one and reads it once, which takes a third of pybind11's time.
+// RequestFuture of pymoe._runtime, through which a client gets the outcome of its request. It is a plain CPython type:
+// every request creates one and reads it once, and both take three times as long with pybind11.
 #pragma once
 
 #include "bindings/gil.h"
@@ -17,11 +17,12 @@ py::object make_future(std::shared_ptr<TensorRequest> request, std::shared_ptr<P
 // fork.
 std::shared_ptr<TensorRequest> waitable_request_of(const py::object& future, const char* where);
 
-// Returns whether the calling thread runs batches while it waits for a request, or for room in a queue. Under the GIL.
+// Returns whether the calling thread must or may run batches (help) while it waits for a request or for room in a
+// queue. Call with the GIL held.
 //
-// Inside a batch, and on a worker of a runtime, a thread must: it may be the only one that can continue. Any other
-// worker may, if a batch waits for it. No other thread whose wait is `limited` helps, since a batch may take longer. A
-// client helps if it `may`, and its thread is in a state in which a batch runs as on a worker.
+// Inside a batch, and on a worker of a runtime, a thread must help: it may be the only one that can continue. Other
+// threads never help if the wait is `limited`, since a batch may take longer. Without a limit, a worker of another pool
+// helps if a batch waits for it; a client helps if `may` is true and a batch would run on its thread as on a worker.
 runtime::Help help_of_this_thread(bool may, bool limited);
 
 }  // namespace pymoe::bindings

@@ -12,7 +12,7 @@ namespace {
 
 std::atomic<unsigned long> main_thread{0};
 
-// References that must be dropped. Never destroyed, like the process's registry.
+// References that must be dropped. Never destroyed, because threads may still use it during static destruction.
 struct Deferred {
   std::mutex mutex;
   std::vector<PyObject*> objects;
@@ -40,7 +40,8 @@ void raise(py::handle exception) {
   throw py::error_already_set();
 }
 
-// Both calls are C, so the only exception here is the unwinding of a thread whose interpreter is gone.
+// The functions called here are C functions: if an exception passes through them, it unwinds a thread whose interpreter
+// is gone.
 WithoutGil::~WithoutGil() {
   try {
     PyEval_RestoreThread(state_);

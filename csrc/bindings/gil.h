@@ -1,17 +1,17 @@
 // The GIL and code around it: releasing it, taking it, waiting without it, Python objects that outlive it.
 //
 // Rules of this folder:
-//   - The GIL is not held around anything that may wait, join or queue, and no lock of the runtime is held while the
-//     GIL is taken: so PyExecutor can attach pools under the GIL, all or none, although that takes such locks. Python
+//   - The GIL is not held during anything that may wait, join or queue, and no lock of the runtime is held while a
+//     thread takes the GIL. So PyExecutor may take such locks under the GIL, to attach all pools or none. Python
 //     objects that live inside tasks and requests are dropped under the GIL (GilObject, drop_later).
-//   - Waits run in slices of at most kSlice on the main thread, and signals are served between them: Ctrl-C ends any
-//     wait. Other threads never serve signals, so they wait in one piece.
+//   - The main thread waits in slices of at most kSlice and handles signals between them, so Ctrl-C ends any wait.
+//     Other threads never handle signals, so they need no slices.
 //   - A thread that asks for the GIL of an interpreter that is gone blocks until the process ends. From 3.14 on,
 //     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
 //     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
 //     WithoutGil, which such a thread never leaves, and Python functions of users are called by or_stay(): nothing in
-//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which holds no GIL, ever catches such an
-//     unwinding.
+//     C++ is destroyed without the GIL, and no catch (...) of the runtime, which runs without the GIL, ever catches
+//     such an unwinding.
 //   - Python's errors travel as py::error_already_set, so that none is set while C++ unwinds.
 #pragma once
 
@@ -36,18 +36,18 @@ inline py::object own(PyObject* returned) {
   if (returned == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(returned);
 }
-// Keeps an object until the process ends, since an exiting interpreter may need it to the last.
+// Keeps an object until the process ends, since an exiting interpreter may need it until its very end.
 inline PyObject* forever(py::object object) { return object.release().ptr(); }
 inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
-// Throws a Python exception of the type; the format is PyErr_Format's.
+// Throws a Python exception of the type. The message is formatted as by PyErr_Format.
 [[noreturn]] void raise(PyObject* type, const char* format, ...);
 // Throws this exception object, with its present traceback.
 [[noreturn]] void raise(py::handle exception);
 
 // Never returns: a thread whose interpreter is gone stays here.
 [[noreturn]] void stay();
-// The exception that unwinds such a thread, if it can be distinguished from other exceptions.
+// The exception that unwinds a thread whose interpreter is gone, if it can be distinguished from other exceptions.
 #if defined(__GLIBCXX__) && !defined(__ARM_EABI_UNWINDER__)
 #define PYMOE_FORCED_UNWIND abi::__forced_unwind
 #endif
@@ -63,8 +63,8 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Returns body(), a call of Python code; a thread that is unwound in it stays here. A catch (...) around Python code
-// needs this inside its try block.
+// Returns body(), which calls Python code. If the interpreter is gone and unwinds the thread, the thread blocks here
+// for ever. A catch (...) around Python code needs this inside its try block.
 template <typename Body>
 decltype(auto) or_stay(const Body& body) {
 #ifdef PYMOE_FORCED_UNWIND
@@ -112,7 +112,7 @@ class GilObject {
 
   PyObject* get() const { return pointer_; }
   py::object share() const { return borrow(pointer_); }
-  // Hands over the reference; does not need the GIL.
+  // Returns the reference, which the caller then owns. Does not need the GIL.
   PyObject* release() { return std::exchange(pointer_, nullptr); }
   py::object take() { return py::reinterpret_steal<py::object>(release()); }
 
@@ -120,18 +120,18 @@ class GilObject {
   PyObject* pointer_ = nullptr;
 };
 
-// Gives up a reference to `object`, which is dropped soon, under the GIL. Use it where the GIL must not be taken: it
-// may be called on any thread, with or without the GIL, under any lock.
+// Takes over a reference to `object`, and drops it soon, under the GIL. May be called on any thread, with or without
+// the GIL, under any lock: use it where the GIL must not be taken.
 void drop_later(PyObject* object) noexcept;
-// Drops the references that were given up so far. Call it under the GIL and without locks; cheap if there are none.
+// Drops the references passed to drop_later so far. Call it with the GIL but without locks. Cheap if there are none.
 void drop_deferred();
-// Called around a fork, so that the child can drop references, too.
+// Call hold_deferred before a fork and release_deferred after it: the lock of the references is then free in the child.
 void hold_deferred();
 void release_deferred();
 
-// Returns true if signals are served on this thread.
+// Returns true on the main thread, the only thread on which Python handles signals.
 bool on_main_thread();
-// Called once, when the module is made, and again in a forked child.
+// find_main_thread is called when the module is initialised, become_main_thread in a forked child.
 void find_main_thread();
 void become_main_thread();
 
@@ -141,8 +141,8 @@ constexpr std::chrono::milliseconds kSlice{50};
 // Throws ValueError for a timeout that is not a number.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
-// Calls ended(until), which waits at most to `until` and returns true at the end, repeatedly until it is true or the
-// deadline has passed. Call it with the GIL; `ended` runs without it. Throws the exception of a signal handler.
+// Waits until ended() returns true or the deadline passes; returns true in the first case. Call it with the GIL, which
+// is released for ended(until): this must wait until `until` at most. Throws the exception of a signal handler.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> deadline = std::nullopt) {
   const bool serves_signals = on_main_thread();

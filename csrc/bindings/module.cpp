@@ -2,7 +2,8 @@
 #include "bindings/bind.h"
 #include "bindings/errors.h"
 
-// Without mod_gil_not_used: a free-threaded interpreter then enables its GIL, which guards much of this folder.
+// py::mod_gil_not_used is omitted on purpose: a free-threaded interpreter then enables its GIL, and much of this folder
+// relies on the GIL.
 PYBIND11_MODULE(_runtime, module) {
   using namespace pymoe::bindings;
   module.doc() = "The native runtime of pymoe.";

@@ -11,7 +11,7 @@ namespace {
 auto* waits = new runtime::Waits<SystemSync>;
 
 void enter(const runtime::Turn& turn) {
-  // Called with the GIL, which is safe: no thread that holds the lock of `waits` asks for the GIL.
+  // Trying to enter with the GIL held is safe: no thread that holds the lock of `waits` asks for the GIL.
   if (waits->enter(turn, Clock::time_point::min())) return;
   wait_interruptibly([&](Clock::time_point until) {
     leave_turnstile();

@@ -1,5 +1,5 @@
-// ParameterLock of pymoe._runtime: held by passes while they read or change parameters; and the registered waits of
-// threads.
+// ParameterLock of pymoe._runtime, which forward and backward passes hold while they read or change parameters; and
+// functions that register what threads wait for.
 #pragma once
 
 #include "bindings/gil.h"
@@ -7,7 +7,7 @@
 
 namespace pymoe::bindings {
 
-// Called in a forked child: no thread waits, and no thread holds anything.
+// Forgets all waits and turns. Call it in a forked child, where no other thread exists.
 void forget_waits();
 
 // Registers, during its lifetime, that this thread waits for a request of the pool (null: for room). Created and

@@ -30,8 +30,8 @@ thread_local bool is_server = false;
 std::atomic<int> forks{0};
 std::atomic<bool> exiting{false};
 
-// Takes the locks that a forked child needs, so that they are free there: its tensors return memory, and its objects
-// drop references.
+// Holds these locks during a fork, so that they are free in the child, which needs them: its tensors return memory, and
+// its objects drop references.
 void before_fork() {
   hold_deferred();
   buffers().before_fork();
@@ -42,7 +42,7 @@ void after_fork() {
   release_deferred();
 }
 
-// Called in the child of a fork. The parent's registry is abandoned, since another thread may have held its lock.
+// Resets the state in a forked child. The parent's registry is abandoned, since another thread may have held its lock.
 void start_generation() {
   after_fork();
   registry = new Registry;
@@ -55,7 +55,7 @@ void wait_stopped(Stoppable& stoppable) {
   wait_interruptibly([&](Clock::time_point until) { return stoppable.stopped_by(until); });
 }
 
-// Cancels queued work and waits for all workers.
+// Cancels all queued work, and waits for all workers. Runs at interpreter exit.
 void stop_all() {
   std::vector<std::shared_ptr<Stoppable>> kept;
   {
@@ -70,7 +70,7 @@ void stop_all() {
   for (const auto& stoppable : kept) wait_stopped(*stoppable);
 }
 
-// The identity of a thread in the runtime.
+// The thread-local state by which the runtime identifies a thread. Another thread can adopt it.
 struct ThreadIdentity {
   runtime::SystemSync::ThreadId thread = runtime::SystemSync::this_thread();
   int batches = runtime::SystemSync::batches_on_this_thread();
@@ -84,8 +84,8 @@ void adopt_identity(const ThreadIdentity& identity) {
   is_server = identity.server;
 }
 
-// Returns true once every thread has ended. Returns false on a thread that runs a batch of `stoppable` in a worker's
-// place, where stopped_by throws.
+// Returns true if all threads of `stoppable` have ended. Returns false on a thread that runs a batch of it for a
+// worker, where stopped_by throws.
 bool has_stopped(Stoppable& stoppable) {
   try {
     return stoppable.stopped_by(Clock::now());

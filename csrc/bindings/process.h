@@ -2,9 +2,9 @@
 //
 //   - Importing starts no thread. At interpreter exit an atexit hook cancels queued work and joins all workers, because
 //     a thread that asks for the GIL of an interpreter that is gone never gets it.
-//   - Everything with workers is registered here, and stays until they have ended, even if its Python object is
+//   - Every object with workers is registered here, and kept until its workers have ended, even if its Python object is
 //     collected before, on any thread: no destructor waits.
-//   - After a fork the child has none of the parent's workers. It gets an error if it would wait for them.
+//   - After a fork the child has none of the parent's workers, and waiting for them raises an error.
 #pragma once
 
 #include "bindings/gil.h"
@@ -54,12 +54,13 @@ void stop(Stoppable& stoppable, runtime::Stop how);
 // process.
 int generation();
 
-// Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", in a generation other than `created`.
+// Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", unless `created` is this generation.
 void require_this_process(int created, const char* where, const char* kind);
 
-// Gives a worker one Python thread state for its whole life, so that thread-local data outlives a task.
+// Runs `work`, the whole life of a worker thread, under one Python thread state, so that thread-local data outlives a
+// task.
 void with_thread_state(const std::function<void()>& work);
-// Does the same as with_thread_state, for workers of a Runtime.
+// Does the same as with_thread_state, for a worker of a Runtime: on_server_thread is then true, too.
 void serve_with_thread_state(const std::function<void()>& work);
 // on_worker_thread returns true inside either of the two functions above, on_server_thread inside the second one.
 bool on_worker_thread();

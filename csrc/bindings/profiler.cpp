@@ -1,4 +1,4 @@
-// torch's profiler, extended to the threads that work for a profiled thread.
+// Extends torch's profiler to the threads that work for a profiled thread.
 #include "bindings/bind.h"
 
 #include <dlfcn.h>
@@ -14,8 +14,8 @@ namespace {
 // The profiler watches a thread through two things that torch keeps there: a chain of debug information, which is
 // shared, and a list of callbacks, which is copied. torch carries both to its own threads; code outside torch can reach
 // both only through these C++ functions. No header of torch is needed: a shared pointer is handled the same way
-// whatever it points to, and this code never reads the list. (torch's enableProfilerInChildThread takes one thread, and
-// leaves a callback behind on the first.)
+// whatever it points to, and this code never reads the list. (torch's enableProfilerInChildThread is no alternative: it
+// serves a single thread, and leaves a callback behind there.)
 using DebugInfo = std::shared_ptr<void>;
 using Callbacks = void;
 
@@ -51,7 +51,7 @@ const TorchProfiler& torch_profiler() {
   return profiler;
 }
 
-// The profiling state of the thread that created it, which must wait while other threads take part.
+// The profiling state of the thread that created this object. That thread must wait while other threads take part.
 class Profiled {
  public:
   Profiled() {
@@ -60,7 +60,8 @@ class Profiled {
     callbacks_ = torch_profiler().callbacks();
   }
 
-  // Called on another thread that is not profiled; returns true if that thread is profiled from now on.
+  // Makes the calling thread part of the profile of the thread that created this object. The caller must be another
+  // thread, which is not profiled. Returns false if the creating thread is not profiled.
   bool join() const {
     if (callbacks_ == nullptr) return false;
     torch_profiler().set_callbacks(callbacks_);

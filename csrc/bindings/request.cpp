@@ -60,7 +60,7 @@ py::object TensorRequest::exception() const {
       return borrow(outcome);
     }
   } catch (...) {
-    // reported below
+    // Other errors are reported below.
   }
   set_python_error(error());
   return take_error();

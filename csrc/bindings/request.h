@@ -60,7 +60,7 @@ struct Signature {
   static bool is_on_cpu(const Position& position) { return position.device.type == dlpack::kCpu; }
 };
 
-// One client's tensors. All Python objects are read and written only under the GIL.
+// A request: the tensors of one client. All Python objects are read and written only under the GIL.
 class TensorRequest final : public runtime::Request<SystemSync> {
  public:
   struct Input {
@@ -68,17 +68,18 @@ class TensorRequest final : public runtime::Request<SystemSync> {
     const void* data;
   };
 
-  // Takes over the inputs' references.
+  // Takes ownership of the references to Python objects in `inputs`.
   TensorRequest(std::shared_ptr<const Signature> signature, Input* inputs, int64_t tensor_rows,
                 std::optional<Time> deadline, Duration head_start);
-  // May run on any thread, even under a lock.
+  // May run on any thread, even while a lock is held.
   ~TensorRequest() override;
 
   const Input* inputs() const { return many_ ? many_.get() : few_.data(); }
   int64_t positions() const { return static_cast<int64_t>(signature->positions.size()); }
   void drop_inputs();
   void set_outcome(py::object value, bool raised);
-  // Returns true if every tensor still has the memory, shape, strides and dtype that it had at submit. Under the GIL.
+  // Returns true if every tensor still has the memory, shape, strides and dtype that it had at submit. Call with the
+  // GIL held.
   bool unchanged() const;
   // Returns the exception to raise, for a request that has ended with an error.
   py::object exception() const;
@@ -86,7 +87,8 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   bool was_cancelled() const;
 
   const std::shared_ptr<const Signature> signature;
-  // Number of rows of its tensors. A request without rows counts as one in its queue, or it would never become ready.
+  // Number of rows of the request's tensors. In its queue, a request without rows counts as one row, or it would never
+  // become ready.
   const int64_t tensor_rows;
 
   PyObject* outcome = nullptr;    // the result, or the exception that its batch raised
@@ -99,8 +101,8 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   std::unique_ptr<Input[]> many_;  // used for more than two inputs
 };
 
-// The signatures that a pool has seen, with their numbers. Guarded by the GIL, and consistent whenever Python is
-// called.
+// The signatures that a pool has seen, with their numbers. Guarded by the GIL, and left consistent before any Python
+// code is called, since the GIL may change hands there.
 class Signatures {
  public:
   // `schema`: the types that every request's tensors must have, if given.
@@ -111,7 +113,7 @@ class Signatures {
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:
-  // Number of signatures that are kept without a request.
+  // Number of signatures that are kept even if no request uses them.
   static constexpr size_t kKept = 256;
 
   void check(const dlpack::Tensor* tensors, size_t count) const;

@@ -37,8 +37,8 @@ class Split {
   Split(const std::vector<int64_t>& rows, const char* where)
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
-  // Finds the memory that several tensors of an output share. These must not be cloned separately: a change of one
-  // would then no longer appear in the others, as it does after a direct call.
+  // Finds the memory that several tensors of an output share. Such tensors must not be cloned separately: after a
+  // direct call, a change of one appears in the others, and it must do so here, too.
   void find_shared(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) {
       const size_t memory = memory_of(output);
@@ -81,7 +81,7 @@ class Split {
     const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);
-    // The "unsafe" version allows clients to change their results in place, although these are views of one tensor.
+    // The "unsafe" split returns views that may be changed in place, as clients may do with their results.
     PyObject* arguments[] = {apart.ptr(), sizes_.ptr()};
     const py::object views = own(PyObject_Vectorcall(torch.unsafe_split_with_sizes, arguments, 2, nullptr));
     std::vector<py::object> parts;
@@ -134,8 +134,8 @@ class Split {
     }
   }
 
-  // Returns true if another tensor of the output shares the memory. Returns false if several rows are one row in
-  // memory: they must become separate rows.
+  // Returns true if another tensor of the output has the same memory. For an expanded tensor (row stride 0) returns
+  // false, so that it is cloned and its rows become separate.
   bool shares(const py::object& output) const {
     if (shared_.empty()) return false;
     const size_t memory = memory_of(output);

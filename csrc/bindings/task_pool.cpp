@@ -78,7 +78,7 @@ class PyTaskPool {
     pool = Pool::create(name, options, function, std::move(strand));
   }
 
-  // In a forked child it keeps the parent's objects for ever, because their locks may never be released.
+  // In a forked child, keep the parent's objects for ever: their locks may never be released.
   ~PyTaskPool() {
     if (created != generation()) {
       new std::pair(std::move(function), std::move(pool));
@@ -122,7 +122,7 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
 }
 
 // Returns the native pool of a Python object of the type. (pybind11's own lookup takes longer, and does not check that
-// there is one.)
+// the object has a pool.)
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");
@@ -156,7 +156,7 @@ Options read_options(PyObject* const* values, PyObject* names) {
   return options;
 }
 
-// Reads one call's tensors, and holds them.
+// Reads the tensors of one call, and keeps references to them.
 class Arguments {
  public:
   Arguments(const PyTaskPool& state, PyObject* const* args, Py_ssize_t count) : count_(static_cast<size_t>(count)) {
@@ -203,7 +203,8 @@ class Arguments {
   std::unique_ptr<TensorRequest::Input[]> many_inputs_;
 };
 
-// Submits a request when the queue is full: waits for room, or refuses the request.
+// Submits a request for which the queue had no room. Waits for room or, with raise_when_full, throws. If the deadline
+// passes before there is room, ends the request with DeadlineExceeded.
 void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>& request) {
   if (state.raise_when_full) {
     state.pool->reject();
@@ -225,7 +226,7 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-// Rejects requests with a huge number of rows that take no memory: nothing else would bound their number of batches.
+// Rejects requests that have a huge number of rows but no bytes: nothing else would limit the number of their batches.
 void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;
@@ -235,7 +236,8 @@ void require_elements(const PyTaskPool& state, const Signature& signature, int64
         static_cast<long long>(rows));
 }
 
-// Queues a request and returns it; null if the queue is full and the pool would wait for room, but `may_wait` is false.
+// Queues a request and returns it. If the queue is full and the pool waits for room instead of raising, returns null
+// unless `may_wait` is true.
 std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, Py_ssize_t count, PyObject* names,
                                       bool may_wait) {
   require_this_process(state.created, state.where.c_str(), "TaskPool");
@@ -250,8 +252,8 @@ std::shared_ptr<TensorRequest> submit(PyTaskPool& state, PyObject* const* args, 
   auto request =
       std::make_shared<TensorRequest>(std::move(signature), arguments.inputs(), rows, deadline,
                                       priority == 0 ? SystemSync::Duration::zero() : to_duration(priority, "priority"));
-  // Keeps the GIL: releasing and reacquiring it takes longer than this. It waits only for the strand's lock, under
-  // which no thread asks for the GIL.
+  // Keep the GIL: releasing and reacquiring it takes longer than this call, which waits only for the strand's lock. No
+  // thread asks for the GIL while it holds that lock.
   if (state.pool->submit(request, SystemSync::Time::min())) return request;
   if (!may_wait && !state.raise_when_full) return nullptr;
   submit_slowly(state, request);
@@ -303,7 +305,7 @@ py::tuple histogram(const runtime::Histogram& histogram) {
   return py::make_tuple(py::tuple(py::cast(values.counts)), values.sum, values.max);
 }
 
-// Integers by name; histograms as (counts of the buckets, sum, largest value).
+// Returns the statistics by name: integers, and histograms as (counts of the buckets, sum, largest value).
 py::typing::Dict<py::str, py::object> snapshot(const runtime::PoolStatistics& s) {
   const std::pair<const char*, const runtime::Counter*> counters[] = {
       {"submitted", &s.submitted}, {"completed", &s.completed}, {"failed", &s.failed}, {"cancelled", &s.cancelled},

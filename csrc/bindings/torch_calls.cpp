@@ -41,11 +41,11 @@ PyObject* find(const char* dotted) {
 
 PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromString(name))); }
 
-// Returns the settings of a thread in torch that matter, with their values in a thread's initial state. There are few,
-// because every client that finds no other request reads all of them. Inference mode is recognised by forward-mode
-// gradients, which it turns off. The interpreters are those of torch.func's transforms. Dispatch keys below autograd
-// are excluded inside a custom operator, and while a dispatch mode handles an operation. torch.compile sets a frame
-// callback while it runs compiled code.
+// Returns the settings of torch that may change what a batch does on a thread, each with its value on a new thread.
+// They must be few, because every client that runs a batch itself reads all of them. Some are noticed indirectly:
+// inference mode turns off forward-mode gradients; transforms of torch.func push interpreters; custom operators, and
+// dispatch modes while they handle an operation, exclude dispatch keys below autograd; code compiled by torch.compile
+// sets a frame callback.
 std::vector<Question> plain_state() {
   return {
       {find("_C._is_any_autocast_enabled"), nullptr, Py_False},
@@ -90,7 +90,7 @@ const TorchCalls& torch_calls() {
   return *calls;
 }
 
-// By default, the work of a thread goes to the default stream of the first GPU.
+// Returns true if this thread's work goes where that of a new thread goes: to the default stream of the first GPU.
 static bool on_usual_gpu(const TorchCalls& calls) {
   if (calls.cuda == nullptr || calls.cuda_device == nullptr || calls.cuda_stream == nullptr) return true;
   if (own(PyObject_GetAttr(calls.cuda, calls.initialized)).ptr() != Py_True) return true;
@@ -110,7 +110,7 @@ bool thread_is_plain() {
 void adopt_thread_count() {
   thread_local bool adopted = false;
   if (adopted) return;
-  // Workers begin with this, possibly before torch is imported, and must not import it.
+  // Do not import torch here: new workers call this, possibly before torch is imported.
   const py::object torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
   if (!torch || !py::hasattr(torch, "get_num_threads")) return;
   torch.attr("get_num_threads")();

@@ -35,7 +35,7 @@ void relax() {
 // The threads that wait for one batch's requests, in the order in which they will return.
 class Turnstile : public std::enable_shared_from_this<Turnstile> {
  public:
-  // `runs` is the seat of a thread that returns before all these seats' threads; null if there is none.
+  // `runs`: the seat of a thread that returns before the threads of `seats`; null if there is none.
   Turnstile(std::vector<SeatPointer> seats, SeatPointer runs) : seats_(std::move(seats)), last_(std::move(runs)) {}
 
   void call_next();
@@ -58,7 +58,7 @@ struct Seat {
   std::atomic<bool> owes_call{false};
   std::atomic<bool> left{false};  // true once the seat's thread waits again, or has ended
 
-  // Calls this seat; returns true if its thread is ready to return.
+  // Allows the seat's thread to return, after that of `predecessor`. Returns false if the thread no longer waits.
   bool call(SeatPointer predecessor, std::shared_ptr<Turnstile> through) {
     {
       const std::lock_guard lock(mutex);
@@ -72,7 +72,7 @@ struct Seat {
     return true;
   }
 
-  // Makes the call for which this seat is responsible, on its thread or on the next one's.
+  // Calls the next seat, if this seat still owes that call. Runs on this seat's thread or on the next one's.
   void pass_on() {
     if (owes_call.exchange(false)) turnstile->call_next();
   }

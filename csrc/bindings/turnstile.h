@@ -32,8 +32,8 @@ class Place {
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
 
-  // Waits until the request is done and it is this thread's turn to return. Returns false if that is not so by `until`.
-  // After it has returned true, the place must not be used again.
+  // Waits until the request is done and it is this thread's turn to return. Returns false if `until` passes before. Do
+  // not use the Place again after this has returned true.
   bool wait_until(std::chrono::steady_clock::time_point until);
 
  private:

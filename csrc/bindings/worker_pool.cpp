@@ -27,8 +27,8 @@ Clock::duration seconds_up_to_a_year(double seconds, bool valid, const char* wha
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// A call that a pool makes, and its outcome: both the job and the future. Its Python objects are used with the GIL
-// held.
+// A call that a pool makes: its job in the pool, and the future with its outcome. Its Python objects are used with the
+// GIL held.
 class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
  public:
   Task(py::object function, py::object args, py::object kwargs)
@@ -76,7 +76,7 @@ class Task final : public runtime::Job, public runtime::Completion<SystemSync> {
   const int created_ = generation();
 };
 
-// All members are called under the GIL.
+// The threads of a Python WorkerPool. All members must be called with the GIL held.
 class PyWorkerPool {
  public:
   PyWorkerPool(int workers, int most, double still, double idle) {
@@ -252,7 +252,7 @@ void bind_worker_pool(py::module_& module) {
           "Start ``workers`` threads, and more, up to ``most``, while functions are queued and threads wait: a thread\n"
           "waits if it has used no processor for ``still`` seconds. Threads beyond ``workers`` end after ``idle``\n"
           "seconds without work.")
-      // The function's parameter has no name, so that all keywords belong to the function.
+      // The parameter for the function has no name, so that all keyword arguments are passed to the function.
       .def("submit", &PyWorkerPool::submit,
            "Queue ``arg0(*args, **kwargs)`` and return its :class:`Future`; RuntimeError after a shutdown.")
       .def("shutdown", &PyWorkerPool::shutdown, py::arg("drain") = true,

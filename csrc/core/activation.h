@@ -52,8 +52,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   const S twice = add_exact_product(p * (r * r) + r, S{2}, S{2});
-  // The lower bits of `shifted` are n; the shift removes the upper bits. The factors are 2 e^r and 2^(n - 1), because
-  // 2^n would overflow for the greatest x although the result does not.
+  // The lowest bits of `shifted` are n; shifting drops the other bits. The product below is that of 2 e^r and half of
+  // 2^n, because 2^n would overflow for the greatest x although the result does not.
   using Unsigned = std::make_unsigned_t<Integer>;
   const Unsigned exponent = (bit_cast<Unsigned>(shifted) + static_cast<Unsigned>(Steps::kBias - 1)) << Steps::kMantissa;
   return add_exact_product(twice, bit_cast<S>(exponent), S{1});
@@ -80,7 +80,7 @@ inline constexpr double kInverseSqrt2Pi = 0.39894228040143268, kMinusInverseSqrt
 template <typename S>
 using element_t = S;
 
-// normal_cdf of core/activation_steps.h in fp64, with the library's erfc.
+// Does the same as normal_cdf of core/activation_steps.h, in fp64 and with the library's erfc.
 PYMOE_HOST_DEVICE PYMOE_INLINE double normal_cdf(double x, double& gauss) {
   gauss = exp_in_fixed_steps(x * x * -0.5);
   return 0.5 * erfc(x * kMinusInverseSqrt2);

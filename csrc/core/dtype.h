@@ -65,7 +65,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE float to_accumulate(Float16 value) {
 #endif
 }
 
-// round_to<T>(accumulated): the stored element nearest to an accumulated value, ties to even.
+// round_to<T>(value) returns the element of type T that is nearest to an accumulated value, ties to even.
 template <typename T>
 PYMOE_HOST_DEVICE PYMOE_INLINE T round_to(accumulate_t<T> value);
 

@@ -28,7 +28,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE int64_t expert_of_row(const int32_t* offsets, int
   return first;
 }
 
-// Returns the N values of T that are added to `row`, or null if no expert owns it.
+// Returns the bias of `row`, an array of N elements, or null if no expert owns the row.
 template <typename T>
 PYMOE_HOST_DEVICE PYMOE_INLINE const T* bias_of_row(const ExpertBiases& biases, int64_t row, int64_t features) {
   const int64_t expert = expert_of_row(biases.offsets, biases.experts, row);

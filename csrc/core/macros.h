@@ -7,7 +7,7 @@
 #define PYMOE_HOST_DEVICE
 #endif
 
-// For functions of inner loops: always inlined, whatever the optimiser estimates.
+// Specifiers of functions in inner loops: always inlined, whatever the optimiser estimates.
 #define PYMOE_INLINE inline __attribute__((always_inline))
 
 #define PYMOE_RESTRICT __restrict__

@@ -1,8 +1,8 @@
-// Lets both modules be loaded where glibc and libstdc++ are older than the compiler's, as far back as torch's own
-// wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It defines the functions and variables that newer headers of
-// libstdc++ refer to and that older libraries do not export. All are hidden, so no other library sees them.
+// Lets both modules be loaded on systems whose glibc and libstdc++ are older than the compiler's, as far back as
+// torch's own wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It defines the functions and variables that newer
+// headers of libstdc++ refer to and that older libraries do not export. All are hidden, so no other library sees them.
 //
-// Functions have assembler names, because names of namespace std are not ours to define.
+// Functions are defined by their assembler names, because a program must not define names in namespace std.
 #include <features.h>
 
 #include <new>
@@ -11,7 +11,8 @@
 
 #define PYMOE_HIDDEN [[gnu::visibility("hidden")]]
 
-// glibc 2.32: true while there is one thread, so that reference counts need no atomics. False is right at all times.
+// GLIBC_2.32: true while the process has a single thread, so that reference counts need no atomics. False is always
+// safe.
 extern "C" {
 PYMOE_HIDDEN extern char never_single_threaded __asm__("__libc_single_threaded");
 char never_single_threaded = 0;
@@ -22,8 +23,8 @@ char never_single_threaded = 0;
 PYMOE_HIDDEN [[noreturn]] void throw_bad_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
 void throw_bad_length() { throw std::bad_array_new_length(); }
 
-// CXXABI_1.3.13: the counters of std::exception_ptr. Its copy constructor and destructor, in CXXABI_1.3.3, count as
-// well.
+// CXXABI_1.3.13: the functions that change the reference count of a std::exception_ptr's exception. Here they call the
+// copy constructor and the destructor, which change it, too, and exist since CXXABI_1.3.3.
 void copy_pointer(void* to, const void* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_pointer(void* pointer) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
 

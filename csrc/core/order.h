@@ -1,8 +1,8 @@
-// The order in which experts are chosen, on integers.
+// The order in which experts are chosen, as an order of integer keys.
 //
-// order_key(x) is greater for values that are chosen first. Numbers are ordered by value, with -0 equal to +0;
-// every NaN is above all numbers and equal to every other NaN. The smallest integer is not the key of any value, so it
-// can mean "nothing yet". 16-bit floats are ordered by their values as float. Ties between keys go to the lower index.
+// order_key(x) is greater for values that are chosen first. Numbers are ordered by value, with -0 equal to +0; every
+// NaN is above all numbers and equal to every other NaN. The smallest integer is not the key of any value, so it can
+// mean "nothing yet". 16-bit floats are ordered by their values as float. Ties between keys go to the lower index.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace pymoe {
 
-// The type of keys for elements whose sums are kept in S = float or double.
+// The integer type of keys, for values of the accumulated type S (float or double).
 template <typename S>
 using order_key_t = std::conditional_t<sizeof(S) == 8, int64_t, int32_t>;
 

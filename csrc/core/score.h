@@ -12,7 +12,7 @@ namespace pymoe {
 
 enum class Score : int8_t { kSoftmax, kSigmoid };
 
-// Smallest divisor: it replaces smaller sums of chosen scores, and of sigmoid scores.
+// The smallest sum of chosen scores, or of sigmoid scores, by which scores are divided. It replaces smaller sums.
 inline constexpr double kScoreSumFloor = 1e-20;
 
 // Sums over experts run in this many interleaved lanes: lane i adds values i, i + 16, i + 32, ... in turn; then lanes
@@ -31,7 +31,7 @@ struct ExpSteps<float> {
   static constexpr float kLog2E = 1.44269504088896341f;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // high: 9 bits, so n times it is exact
   static constexpr int kBias = 127, kMantissa = 23;
-  // Cephes' expf.
+  // The coefficients are those of Cephes' expf.
   static constexpr int kTerms = 6;
   // A function and not an array, because device code cannot address a static array of the host.
   PYMOE_HOST_DEVICE static constexpr float polynomial(int i) {
@@ -59,8 +59,8 @@ struct ExpSteps<double> {
   }
 };
 
-// Returns a * b + c for a product that must be exact: a fused multiply-add, one instruction on the GPU, then gives the
-// same bits as two operations.
+// Returns a * b + c, for a and b whose product is exact. Then a fused multiply-add, one instruction on the GPU, gives
+// the same bits as two operations.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S add_exact_product(S a, S b, S c) {
 #if defined(__CUDA_ARCH__)
@@ -83,7 +83,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S exp_in_fixed_steps(S x) {
   S p = Steps::polynomial(0);
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
-  // 2^n in two factors, since n may lie outside the range of normal exponents.
+  // Multiply by 2^n in two steps, since n may lie outside the range of normal exponents.
   const Integer exponent = x == x ? static_cast<Integer>(n) : Integer{0};
   const Integer half = exponent >> 1;
   const S scale_a = bit_cast<S>((half + Steps::kBias) << Steps::kMantissa);
@@ -96,7 +96,7 @@ PYMOE_HOST_DEVICE PYMOE_INLINE S sigmoid_in_fixed_steps(S x) {
   return S{1} / (exp_in_fixed_steps(-x) + S{1});
 }
 
-// Raises a sum to the floor; NaN stays NaN.
+// Returns `sum`, or kScoreSumFloor if that is greater. NaN stays NaN.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S floored_sum(S sum) {
   return sum < static_cast<S>(kScoreSumFloor) ? static_cast<S>(kScoreSumFloor) : sum;

@@ -5,10 +5,11 @@
 // counted both tile by tile (choice_counts.h). So every block adds up the gate's counts, instead of counting all
 // choices or needing a launch that does; the first block writes the sums, `load`.
 //
-// Sums are added in pairs in words of 32 bits: a group of threads has a tile's counts, four experts per thread, and
-// takes every groups-th tile; then a thread has four experts and adds the parts of the groups. The rest is as in
-// build_routing_cuda.cu: offsets by a scan over the experts, every warp counts a stretch of the tile, a prefix over the
-// warps, and __match_any_sync ranks the 32 choices of a round. No result depends on the order in which blocks run.
+// A thread adds the counts of four experts, as two words of two 16-bit sums each. First, every group of threads adds up
+// its share of the tiles: every groups-th tile. Then one thread per four experts adds the sums of the groups. The rest
+// is as in build_routing_cuda.cu: offsets by a scan over the experts, every warp counts a stretch of the tile, a prefix
+// over the warps, and __match_any_sync ranks the 32 choices of a round. No result depends on the order in which blocks
+// run.
 #include <algorithm>
 
 #include "kernels/build_routing.h"
@@ -24,10 +25,11 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int64_t kMostTiles = 128;
 constexpr int64_t kMostGroups = 32;  // maximum number of counts that one thread adds
 constexpr int kPack = ChoiceCounts::kCountPack;
-// With this limit every pack has a thread, and half of the warps are left for other work.
+// The limit of the number of experts gives every pack a thread, and leaves half of the warps for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
 
-// Sums of the counts of four experts, 16 bits each; each counts tokens, so 16 bits are enough.
+// Sums of the counts of four experts, 16 bits each: an expert has at most one choice per token, and there are at most
+// ChoiceCounts::kMostTokens tokens.
 using Sums = Pack<unsigned, kPack / 2>;
 static_assert(ChoiceCounts::kMostTokens <= 0xffff);
 
@@ -44,8 +46,8 @@ struct Sort {
   int tile;          // choices per block
   int rounds;        // rounds of 32 choices per warp
 
-  // Returns i / choices, the token of choice i. The rounding adds less than i * choices / 2^kShift, which is less than
-  // 1, so it does not change the integer part of a quotient.
+  // token_of(i) returns i / choices, the token of choice i. Rounding the reciprocal up adds less than i / 2^kShift to
+  // the quotient, which is less than 1 / choices, so its integer part does not change.
   static constexpr int kShift = 37;
   static_assert(ChoiceCounts::kMostTokens * ChoiceCounts::kMostExperts * ChoiceCounts::kMostExperts < int64_t{1}
                                                                                                           << kShift);
@@ -55,7 +57,7 @@ struct Sort {
   PYMOE_HOST_DEVICE int parts() const { return 2 * groups * packs; }
 };
 
-// The number of each expert's choices: in all tiles, and in earlier tiles.
+// The number of choices of each expert in the pack: in all tiles, and in the tiles before the block's first one.
 struct Counts {
   Sums all{}, earlier{};
 
@@ -69,8 +71,8 @@ PYMOE_DEVICE int count_in(const Sums& sums, int i) {
   return static_cast<int>(i % 2 == 0 ? sums[i / 2] & 0xffffu : sums[i / 2] >> 16);
 }
 
-// Writes the group's part of the sums of the thread's pack: first the parts for all tiles, then those for earlier
-// tiles.
+// Adds up the counts of the thread's pack over the tiles of its group, and writes the two sums to `parts`: the sums
+// over all tiles in its first half, those over earlier tiles in its second half.
 PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   constexpr int kLoads = 8;
   const int thread = static_cast<int>(threadIdx.x), group = thread >> s.lanes_log2;
@@ -143,7 +145,8 @@ __global__ void __launch_bounds__(kThreads, 1) place_counted_kernel(const Sort s
   }
   __syncthreads();
 
-  // Some warps have a pack of experts in every lane; the others add up the counts of the warps.
+  // The first warps have a pack of experts in every lane, and compute the offsets. Meanwhile, the others add up the
+  // counts of the block's warps.
   const int warps_of_packs = (s.packs + kWarp - 1) / kWarp;
   Counts counts;
   int32_t ends_in_warp[kPack] = {};

@@ -7,8 +7,8 @@
 //
 //   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which is 128 KiB per block for the
 //                 S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of some seven
-//                 instructions each (sm_90). A lane adds in a separate column, which is one bank, and to both numbers
-//                 in one addition, 16 bits each.
+//                 instructions each (sm_90). Each lane adds to a separate column of counters, which lies in one bank.
+//                 One addition updates both counts, of 16 bits each.
 //   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
 //                 sums them. This has twice the launches, but the work of a block no longer grows with S.
 //
@@ -87,13 +87,13 @@ struct Tile {
 
 // --- counts of an expert's choices: in all tiles, and in earlier tiles ---
 
-// The increment for a choice: 1 in the low half of the word (all tiles), and 1 in the high half if it lies in an
-// earlier tile.
+// Returns the increment for a choice: 1 in the low half of the word (all tiles), and 1 in the high half if it lies in
+// an earlier tile.
 PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
 
 // Adds `count` to a column of counts for every choice in the pack; the counts of consecutive experts are `stride` bytes
-// apart. To avoid a branch, a choice without an expert is counted in front of the column, in words that only the scan
-// uses, later.
+// apart. To avoid a branch, choices without an expert are counted, too, in words in front of the column that only the
+// scan uses, later.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
                                 unsigned char* column) {

@@ -28,8 +28,9 @@ namespace {
 template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
-// load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If these are narrower than the chunk, the row
-// may end within it, and only `count` elements are touched. kOnce: true if no other thread reads the chunk.
+// load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If kBytes is less than the size of a chunk,
+// the row may end within it, and only its first `count` elements are accessed. kOnce: true if no other thread reads the
+// chunk.
 template <int kBytes, bool kOnce = true, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
@@ -70,9 +71,10 @@ struct Held {
   int first, count;
 };
 
-// Adds each of kCount sums over the `lanes` of a group in a warp, by the lane bits from the highest down. While a lane
-// has several sums, it swaps half of them for its partner's other half: 9 shuffles for 8 sums over 32 lanes, compared
-// with 40 for 8 sums one by one. The sums that the lane holds in the end come first in `sums`.
+// Sums each of kCount values over the `lanes` lanes of a group within a warp. Lanes are combined by the bits of their
+// index, from the highest down. While a lane has several sums, it swaps half of them for its partner's other half: 9
+// shuffles for 8 sums over 32 lanes, compared with 40 for 8 sums one by one. The sums that the lane has in the end come
+// first in `sums`.
 template <typename S, int kCount>
 PYMOE_DEVICE Held add_lanes(S (&sums)[kCount], int lane, int lanes) {
   int bit = lanes / 2, count = kCount;
@@ -108,7 +110,7 @@ struct Rows {
   ExpertBiases biases;
 };
 
-// Clears the unused rows of dy that belong to `token`.
+// Clears the unused rows of dy among rows `token`, `token` + T, `token` + 2 T, ...
 template <typename T, int kBytes>
 PYMOE_DEVICE void clear_rows(const Rows<T>& a, int64_t token, int32_t used, int lane) {
   for (int64_t row = token; row < a.rows; row += max(a.tokens, int64_t{1})) {
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(kRowThreads, (kBiased ? 1 : kResident<T, kByte
       }
     }
   }
-  // Without tokens the first group clears all rows.
+  // Without any token, the first group clears all rows.
   if ((there || token == 0) && with_rows) clear_rows<T, kBytes>(a, token, used, lane);
 }
 

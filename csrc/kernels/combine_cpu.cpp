@@ -14,7 +14,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// Returns the minimum number of tokens per thread: so many that their rows have about 64 KiB.
+// Returns the minimum number of tokens per thread: their rows take about 64 KiB.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }
@@ -32,8 +32,8 @@ void check_biases(const char* operator_name, const CombineInput& a) {
 
 namespace pymoe::cpu {
 
-// Stores go through the caches: stores that bypass them, as in dispatch, were no faster here, because the system has
-// just cleared new memory in the caches.
+// Stores go through the caches. Stores that bypass them, as in dispatch, were no faster: the memory of a new tensor is
+// in the caches, since the system has just cleared it.
 void combine(const CombineArguments& a) {
   check_biases("combine", a);
   if (a.tokens == 0) return;

@@ -2,7 +2,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// total += weight * value, product and addition rounded separately; adds just the value if there are no weights.
+// Returns total + weight * value, product and addition rounded separately, or total + value if there are no weights.
 template <bool kWeighted, typename Vector, typename Scalar>
 PYMOE_INLINE Vector accumulate(Vector total, Scalar weight, Vector value) {
   if constexpr (kWeighted) {
@@ -21,8 +21,8 @@ struct Choices {
   int64_t count;
 };
 
-// Computes one token's row of `out`. Meanwhile prefetches `next`, the next token's rows, if they are 16-bit: converting
-// a block of these takes longer than loading it. Wider rows are not faster with it.
+// Computes one token's row of `out`. Meanwhile prefetches the rows of `next`, the next token, if they are 16-bit:
+// converting a block of these takes longer than loading it. With wider rows, prefetching gains nothing.
 template <typename T, bool kWeighted, bool kBiased>
 PYMOE_INLINE void combine_row(const Choices<T>& now, const Choices<T>& next, T* out, int64_t hidden) {
   constexpr int kVectors = 4, kBlock = kVectors * kStep<T>;
@@ -98,8 +98,8 @@ inline void combine_range(const CombineArguments& a, int64_t begin, int64_t end,
   });
 }
 
-// Handles one choice: dy = weight * grad if kRows, and the inner product of grad and y if kWeights, where y includes
-// the bias unless that is null.
+// Handles one choice: writes dy = weight * grad if kRows, and returns the inner product of grad and y if kWeights. The
+// y of the inner product includes the bias, if there is one.
 template <typename T, bool kRows, bool kWeights, bool kBiased>
 PYMOE_INLINE accumulate_t<T> combine_backward_row(const T* grad, const T* y, const T* bias, accumulate_t<T> weight,
                                                   T* dy, int64_t hidden) {

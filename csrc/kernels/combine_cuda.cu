@@ -1,20 +1,22 @@
 // Gather-sum on the GPU. A group of threads owns a token; the slots and weights of its choices are read once into
 // registers. Every thread then takes one pack of columns at a time: it issues the loads of up to eight choices' rows
-// before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing,
-// so there is no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
+// before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing, so there is
+// no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
 //
 // Memory traffic is the limit: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's
 // memory busy some 25 KB must be in flight in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
-// 128 bytes per thread, and 80 registers at most let three blocks of 256 threads share an SM: 96 KB. (nvcc 13 needs 72
-// for bf16 on sm_80, 90 and 100: there a fourth block of 224 threads fits, as H 7168 makes them.) Up to two and up to
-// four choices have separate kernels, with fewer loads per thread and more blocks.
+// 128 bytes per thread, and with at most 80 registers three blocks of 256 threads share an SM: 96 KB. (For bf16 on
+// sm_80, sm_90 and sm_100, nvcc 13 needs only 72 registers; a fourth block then fits if a block has 224 threads, as for
+// H 7168.) There are separate kernels for up to two and up to four choices, with fewer loads per thread and more blocks
+// per SM.
 //
 // With biases, a thread searches the offsets for the experts of its choices' rows when it reads the choices, and loads
 // the experts' biases with the rows. A bias is read for many rows, so the caches keep it.
 //
-// An element costs four to five instructions per choice, three of which are inevitable (widen, multiply, add): a third
-// of what the SMs can issue in the time that the memory takes. So there is no branch between the choices: a choice
-// without a row adds 0 * 0, which changes no sum, not even the sign of a zero, since no sum that began at +0 is -0.
+// An element costs four to five instructions per choice, three of which are inevitable (widen, multiply, add). That is
+// a third of what the SMs can issue while the memory transfers the rows. So there is no branch between the choices: a
+// choice without a row adds 0 * 0, which changes no sum, not even the sign of a zero, since no sum that began at +0 is
+// -0.
 #include "kernels/combine.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/pack.h"

@@ -10,10 +10,11 @@
 //     clamped swiglu  h (S, 2F)           g = min(gate, limit), u = min(max(up, -limit), limit)
 //                                         out = g / (1 + e^(-alpha g)) * (u + up_offset)
 //
-// With biases, h + bias[e] takes the place of h in every row, for the row's expert e (core/expert_of_row.h): the sum is
-// not rounded, and the gradient is that of h and, summed over an expert's rows, of its bias. A row without an expert
-// gets zeros. The CPU twin checks the offsets as grouped_linear does. With offsets that do not keep their contract the
-// CUDA twin adds the bias of any expert, and touches no memory outside of the tensors.
+// With biases, h + bias[e] takes the place of h in every row, for the row's expert e (core/expert_of_row.h). This sum
+// is not rounded. Its gradient is the gradient of h; summed over an expert's rows, it is the gradient of the expert's
+// bias. A row without an expert gets zeros as its bias. The CPU twin checks the offsets as grouped_linear does. If the
+// offsets break their contract, the CUDA twin may add the bias of any expert, but accesses no memory outside the
+// tensors.
 //
 // Gate and up of the clamped swiglu may be interleaved: h = [gate 0, up 0, gate 1, up 1, ...]. A clamp has the gradient
 // 0 outside of its limits and 1 on them.

@@ -8,7 +8,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// Strips of the biases of x and up, which are added to these; null for zeros, which a row without an expert gets.
+// The biases of a strip: the elements that are added to x and to up. A null pointer with `added` stands for zeros,
+// which are added to rows without an expert.
 template <typename T>
 struct StripBiases {
   bool added = false;
@@ -25,8 +26,8 @@ struct StripBiases {
 namespace pymoe::cpu {
 namespace {
 
-// Calls body(row, first, count) for strips of rows that together cover the (rows, features) output. Rows that are
-// consecutive and need not be told apart form one long row.
+// Calls body(row, first, count) for strips of rows that together cover the (rows, features) output. Unless `apart` is
+// true, all rows count as one long row.
 template <typename Body>
 void for_each_strip(int64_t rows, int64_t features, bool apart, const Body& body) {
   constexpr int64_t kStrip = 4096;
@@ -45,7 +46,7 @@ void for_each_strip(int64_t rows, int64_t features, bool apart, const Body& body
   });
 }
 
-// Returns what is added to the strip of a row from column `first` on. Interleaved biases are all in `x`.
+// Returns the biases for the strip of `row` that begins at column `first`. With interleaved biases, `x` points to both.
 template <typename T>
 StripBiases<T> biases_for(const ExpertActivationArguments& a, int64_t row, int64_t first) {
   if (a.biases.data == nullptr) return {};

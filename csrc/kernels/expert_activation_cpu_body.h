@@ -65,7 +65,8 @@ void split_pairs(const T* pairs, int64_t count, T* x, T* up) {
   }
 }
 
-// Splits the biases of the pairs from number `first` on, if there are any, into the arrays x and up.
+// Splits the interleaved biases of `count` pairs, from pair `first` on, into the arrays x and up, and returns these. If
+// there are no biases, returns `of_pairs` unchanged.
 template <typename T>
 StripBiases<T> split_biases(const StripBiases<T>& of_pairs, int64_t first, int64_t count, T* x, T* up) {
   if (of_pairs.x == nullptr) return of_pairs;

@@ -52,7 +52,7 @@ struct Place {
   PYMOE_DEVICE int count(int j) const { return max(min(rest - j * stride, kChunk<T>), 0); }  // elements in chunk j
 };
 
-// kApart: false if all rows form one long row.
+// Finds the part of a row that this thread works on. kApart: false if all rows form one long row.
 template <bool kApart, typename T>
 PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   const uint32_t of_rows = s.tiles == 1 ? blockIdx.x : blockIdx.x / s.tiles, tile = blockIdx.x - of_rows * s.tiles;
@@ -64,8 +64,8 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   place.column = static_cast<int64_t>(tile) * kShare * place.stride + lane * kChunk<T>;
   const int64_t rest = place.row < s.rows ? s.features - place.column : 0;
   place.rest = static_cast<int>(min(rest, static_cast<int64_t>(kShare) * place.stride));
-  // If rows are apart, `s.whole` is enough: they then consist of whole chunks, and so do gate and up. The one long row
-  // may end within a chunk, so every chunk is checked.
+  // With kApart, `s.whole` is enough: each row, and gate and up in it, consists of whole chunks. Without it, the one
+  // long row may end within a chunk, so every chunk is checked.
   place.whole = s.whole;
 #pragma unroll
   for (int j = 0; j < (kApart ? 0 : kShare); ++j) {
@@ -108,8 +108,9 @@ PYMOE_DEVICE void store_chunk(T* to, const Place<T>& place, int j, int step, con
   }
 }
 
-// Calls f(kWhole, kCount, first) for a thread's chunks: once for all if they are whole, otherwise for each. The branch
-// is outside of f: code for both cases would build each chunk from elements, with an instruction or two for each.
+// Calls f(kWhole, kCount, first) once for all of a thread's chunks if they are whole, otherwise once per chunk. The
+// branch is outside of f: an f for both cases would assemble whole chunks from elements, too, at an instruction or two
+// per element.
 template <typename T, typename F>
 PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   if (place.whole) return f(std::true_type{}, std::integral_constant<int, kShare>{}, 0);
@@ -117,8 +118,7 @@ PYMOE_DEVICE void each_chunk(const Place<T>& place, const F& f) {
   for (int j = 0; j < kShare; ++j) f(std::false_type{}, std::integral_constant<int, 1>{}, j);
 }
 
-// The bias of a thread's row, from the thread's first chunk on. `place` has no elements if the row has no
-// expert.
+// The bias of a thread's row, from the thread's first chunk on. If the row has no expert, `place` is empty (rest = 0).
 template <typename T>
 struct RowBias {
   const T* data = nullptr;
@@ -134,7 +134,7 @@ PYMOE_DEVICE RowBias<T> find_bias(const ExpertBiases& biases, Place<T> place, co
   return {data + (owned ? expert : 0) * s.features * (kGated ? 2 : 1) + place.column * s.step, place};
 }
 
-// The chunks of gate and up that a thread works on, or of h without a gate, and those of their bias.
+// The chunks that a thread works on, of gate and up or, without a gate, of h; and the chunks of their biases.
 template <bool kGated, bool kBiased, bool kWhole, int kCount, typename T>
 struct Inputs {
   Chunk<T> x[kCount], up[kCount], bias_x[kCount], bias_up[kCount];
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kRowThreads, (kResident<kBiased, true>))
   });
 }
 
-// Returns the assignment for a call whose tensors have these addresses.
+// Returns the assignment of chunks to threads, for tensors at these addresses.
 template <typename T>
 Strips strips_for(std::initializer_list<const void*> addresses, const ExpertActivationArguments& a) {
   int64_t rows = a.rows, features = a.features;

@@ -39,7 +39,7 @@ struct GateTopkArguments {
   int64_t num_groups;   // 0: no groups; else divides E
   int64_t topk_groups;  // topk_groups * (E / num_groups) >= K
   GateOptions options;
-  // Only for the CUDA twin. Results do not depend on the number of blocks.
+  // Only the CUDA twin uses the members from here on. Results do not depend on the number of blocks.
   void* workspace = nullptr;  // cuda::gate_topk_workspace bytes
   int64_t most_blocks = 0;    // maximum number of blocks in the grid; 0: the twin chooses
   ChoiceCounts counts{};      // if it has memory, counts are written instead of `load`, which need not be cleared
@@ -78,8 +78,8 @@ namespace cuda {
 // Return the number of bytes of workspace that a call needs: none in usual shapes, whose rows fit into shared memory.
 int64_t gate_topk_workspace(const GateTopkArguments& arguments);
 int64_t gate_topk_backward_workspace(const GateTopkBackwardArguments& arguments);
-// Returns the layout of the counts that a call can write for build_routing, still without memory. It has no tiles if
-// the call cannot write counts.
+// Returns the layout of the counts that a call can write for build_routing; memory for them is not allocated. The
+// layout has no tiles if the call cannot write counts.
 ChoiceCounts gate_topk_counts(const GateTopkArguments& arguments);
 // Enqueue on `stream` (a cudaStream_t) and return immediately; throw std::runtime_error if a launch is refused.
 void gate_topk(const GateTopkArguments& arguments, void* stream);

@@ -22,7 +22,8 @@ struct ChosenScratch {
   S* delta;   // (K,) gradients of these scores
 };
 
-// Turns gradients of the weights into gradients of the chosen scores, in place; returns sum_c s d.
+// Turns the gradients of the weights into gradients of the chosen scores, in place. Returns the sum over the choices of
+// score times gradient.
 template <typename S>
 PYMOE_INLINE S chosen_gradients(const GateOptions& options, int64_t choices, const S* chosen, S* delta) {
   S divisor = 1, inner = 0;
@@ -53,8 +54,8 @@ void softmax_backward(const GateTopkBackwardArguments& a, const T* row, const in
     const S sum = sum_in_blocks(scratch.chosen, a.choices);
     S inner = 0;
     for (int64_t j = 0; j < a.choices; ++j) inner += scratch.delta[j] * (scratch.chosen[j] / sum);
-    // The gradient of experts that are not chosen: 0, or NaN if the token's scores are NaN, because a NaN must not be
-    // hidden.
+    // Write the gradient of experts that are not chosen: 0, or NaN if the token's scores are NaN, because a NaN must
+    // not be hidden.
     const Out rest = round_to<Out>(sum * S{0});
     for (int64_t i = 0; i < a.num_experts; ++i) out[i] = rest;
     for (int64_t j = 0; j < a.choices; ++j) {

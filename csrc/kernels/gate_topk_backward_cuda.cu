@@ -2,10 +2,11 @@
 // order are the same here, so the gradients have the CPU twin's bits.
 //
 // A group of 16 lanes owns a token (one lane per lane of the sums in core/score.h); a block's tokens are consecutive.
-// Rows of gradients are assembled in shared memory (in the workspace if that is too small): first the values of
-// unchosen experts, then the lane that owns a chosen element replaces it. Then the block writes its rows, one stretch
-// of memory, once, in 16-byte stores for any E. For a renormalised softmax over logits, the usual gate, only the logits
-// of the chosen experts are read: the kernel moves little more than the gradients that it writes.
+// Rows of gradients are assembled in shared memory, or in the workspace if shared memory is too small: first the lanes
+// write the gradients of unchosen experts everywhere, then the lane that owns a chosen element replaces it. Then the
+// block writes its rows, one stretch of memory, once, in 16-byte stores for any E. For a renormalised softmax over
+// logits, the usual gate, only the logits of the chosen experts are read: the kernel moves little more than the
+// gradients that it writes.
 #include <algorithm>
 
 #include "kernels/cuda/lane_group.h"
@@ -20,13 +21,14 @@ constexpr int kThreads = 256;
 constexpr int kLanes = kSumLanes;   // per token
 constexpr int kValuesOfChoice = 3;  // buffered values per choice: score, gradient, a term of a sum
 
-// The layout of a launch's memory.
+// Where a block assembles its rows of gradients.
 struct Layout {
   void* rows;   // the buffers, one block after the other; null: they are in shared memory
   bool packed;  // true if a block's rows begin at multiples of 16 bytes
 };
 
-// One token, held by a group of lanes. Lane l owns elements l + n * kLanes of the row and of the choices.
+// One token, for which a group of lanes computes the gradients. Lane l owns elements l + n * kLanes of the row and of
+// the choices.
 template <typename T>
 class Token {
   using S = accumulate_t<T>;
@@ -88,7 +90,8 @@ class Token {
     return sum;
   }
 
-  // Turns gradients of the weights into gradients of the chosen scores, in place; returns sum_c s d.
+  // Turns the gradients of the weights, delta_, into gradients of the chosen scores. Returns the sum over the choices
+  // of score times gradient.
   PYMOE_DEVICE S chosen_gradients() {
     __syncwarp();
     S divisor = 1, inner = 0;
@@ -108,7 +111,7 @@ class Token {
     return sum_of_terms();
   }
 
-  // Computes the gradients for a renormalised softmax with the best expert among the chosen. The gradients of experts
+  // Computes the gradients for a renormalised softmax if the best expert is among the chosen. The gradients of experts
   // that are not chosen are 0.
   PYMOE_DEVICE void chosen_softmax_backward() {
     int64_t first = 0;
@@ -174,8 +177,8 @@ class Token {
   S* const terms_;   // (K,)
 };
 
-// Rounds the `count` values at `rows` and writes them to `target`, by all threads of the block. `packed`: whether the
-// target is aligned for stores of 16 bytes.
+// Rounds the `count` values at `rows` and writes them to `target`. All threads of the block must call this. `packed`:
+// true if `target` is aligned for 16-byte stores.
 template <typename T>
 PYMOE_DEVICE void write_rows(const accumulate_t<T>* rows, int64_t count, T* target, bool packed) {
   using P = Chunk<T>;

@@ -14,8 +14,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// A column with the key of its value. For many choices, select_sorted sorts these pairs partially, and writes values
-// and columns of the best `choices`, each `stride` elements apart.
+// A column and the order key of its value. select_sorted, which is used for many choices, sorts such pairs as far as
+// needed, and writes the values and columns of the best `choices`, `stride` elements apart.
 template <typename S>
 struct KeyedColumn {
   order_key_t<S> key;
@@ -53,9 +53,9 @@ int64_t scratch_bytes(const GateTopkArguments& a) {
 }  // namespace
 }  // namespace pymoe::cpu
 
-// Tiles of 16 tokens lose more to empty lanes than they save in instructions, compared with tiles of 8: over ten shapes
-// on a Zen 5, interleaved on the same memory, v4 took 0.92 to 1.18 times as long as v3, with a median of 1.03 (groups
-// of 24 experts 1.18, E256 K8 1.10, E64 K2 1.11, E160 in groups 0.92).
+// With v4, a tile has 16 tokens instead of 8, which loses more to empty lanes than it saves in instructions: over ten
+// shapes on a Zen 5, measured in alternation on the same memory, v4 took 0.92 to 1.18 times as long as v3, with a
+// median of 1.03 (groups of 24 experts 1.18, E256 K8 1.10, E64 K2 1.11, E160 in groups 0.92).
 #define PYMOE_ISA_WIDEST 3
 #define PYMOE_ISA_BODY "kernels/gate_topk_cpu_body.h"
 #include "kernels/cpu/for_each_isa.h"

@@ -1,10 +1,10 @@
 // The inner loops of gate_topk for one instruction set; see kernels/cpu/for_each_isa.h.
 //
-// A tile has as many tokens as a vector has lanes. First most experts are excluded, one token's row at a time: each of
-// 16 or 32 virtual lanes holds the maximum of its share of the row. At least K logits reach the K-th greatest of these
-// maxima, so no logit below it can be among the best K. On average a little more than K candidates remain. In the
-// second part, each lane is a token: its best experts are kept as a sorted list of vectors, into which the candidates
-// are inserted without a branch.
+// A tile has as many tokens as a vector has lanes. First most experts are excluded, for one token's row at a time: each
+// of 16 or 32 virtual lanes holds the maximum of its share of the row. At least K logits reach the K-th greatest of
+// these maxima, so logits below that maximum cannot be among the best K. On average a little more than K candidates
+// remain. Then all tokens of the tile are handled together, one per lane: each token's best experts are kept as a
+// sorted list, spread over the same lane of several vectors, into which the candidates are inserted without a branch.
 
 #include "kernels/cpu/lanes.h"
 #include "kernels/cpu/score_rows.h"
@@ -216,7 +216,7 @@ PYMOE_INLINE void select(const S* const* rows, int64_t size, int64_t choices, co
   }
 }
 
-// Writes the numbers of each token's best topk_groups groups to scratch.groups, and moves the choice scores of their
+// Writes the indices of each token's best topk_groups groups to scratch.groups, and moves the choice scores of their
 // experts next to each other in scratch.choice.
 template <typename S>
 void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
@@ -262,8 +262,8 @@ void keep_best_groups(const GateTopkArguments& a, const Scratch<S>& scratch) {
   }
 }
 
-// Writes the scores of the tile's tokens to scratch.scores, and their choice scores to scratch.choice: with the bias,
-// and those of the best groups first.
+// Writes the scores of the tile's tokens to scratch.scores. Writes the choice scores, which include the bias, to
+// scratch.choice; with groups, only those of the best groups, next to each other.
 template <typename S>
 void score_tile(const GateTopkArguments& a, const S* const* rows, const Scratch<S>& scratch) {
   const auto* bias = static_cast<const S*>(a.bias);

@@ -4,13 +4,14 @@
 // consecutive elements, so that every load fills its sectors for any E and any alignment. In a group of up to 16 lanes,
 // a lane computes whole partial sums ("lanes") of core/score.h; in a group of 32, two lanes share each of them. Rows of
 // up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight together; longer rows and
-// fp64 stay in a buffer (shared memory, or the workspace if that is too small), with eight loads per lane in flight. A
-// bias is loaded in the same way as the row.
+// fp64 stay in a buffer (in shared memory, or in the workspace if shared memory is too small), with eight loads per
+// lane in flight. A bias is loaded in the same way as the row.
 //
-// The time is limited by instructions, not by bytes, and K dependent passes over the row, as in other implementations,
-// need many. Instead (choose.h), maxima of parts of the row give a bound that leaves little more than K candidates,
-// which are ranked against each other. Passes, which need no memory, are made only for one or two choices, for more
-// choices than maxima, and for rows with too many ties at the bound.
+// The time is limited by instructions, not by bytes. Choosing one expert per pass over the row, as other
+// implementations do, takes many instructions in K dependent passes. Instead (choose.h), maxima of parts of the row
+// give a bound that leaves little more than K candidates, which are ranked against each other. Passes, which need no
+// memory, are made only for one or two choices, for more choices than maxima, and for rows with too many ties at the
+// bound.
 //
 // Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
 // have its bits. Loads are counted in shared memory, then added by one integer atomic per expert and block, in any
@@ -39,7 +40,7 @@ constexpr int64_t kFewTokens = 4224;
 constexpr int kHeldExperts = 512;  // maximum number of experts of a row that stays in registers
 constexpr int kHeldScores = 256;   // the same, if the choice or the weights need the scores of the whole row
 
-// The layout of a launch's memory.
+// How tokens are assigned to blocks, and where a block keeps its data.
 struct Layout {
   int32_t tiles;       // tiles of threads / kLanes tokens
   int32_t each;        // consecutive tiles per block
@@ -66,7 +67,7 @@ PYMOE_DEVICE void with_logits(const GateTopkArguments& a, int64_t token, const F
   }
 }
 
-// One token, held by a group of lanes.
+// One token, for which a group of kLanes lanes chooses the experts and computes their weights.
 template <typename S, int kLanes, int kHeld, bool kScoresRow>
 class Token {
   using Key = order_key_t<S>;
@@ -95,8 +96,8 @@ class Token {
     gate_by_passes();
   }
 
-  // Number of maxima per lane. In usual shapes a token has twice as many maxima as choices, so that few candidates
-  // remain.
+  // Number of maxima that each lane keeps. In usual shapes that makes twice as many maxima per token as it has choices,
+  // so that few candidates remain.
   static constexpr int kMaxima = kHeld == 0 ? 8 : kLanes == kWarp ? 4 : 2;
 
  private:
@@ -112,8 +113,8 @@ class Token {
   // Fills the slots with the bits of the logits, and with -infinity past the end of the row.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
-      // In the larger kernels, the compiler would merge two bounds tests into one branch, and move the load and the
-      // widening behind it. So the first test is omitted.
+      // In the larger kernels, the compiler would merge the bounds test before a load with the one after it into one
+      // branch, and move the load and the widening behind it. With kClamped there is no test before the load.
       constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
       const auto bits = [&](Key, int32_t expert, int, auto logit) {
         return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
@@ -126,7 +127,7 @@ class Token {
     });
   }
 
-  // Turns logits into keys of the choice.
+  // Replaces the logits in the slots by the keys that the choice compares.
   PYMOE_DEVICE void score_row() {
     if (sums_row()) {
       S local = -std::numeric_limits<S>::infinity();  // the greatest logit, ignoring NaN
@@ -364,7 +365,8 @@ struct Plan {
   int64_t workspace_bytes = 0;
 };
 
-// The template arguments of a kernel. with_kernel calls f with those of the kernel that serves a call.
+// The template arguments of a kernel. with_kernel selects the kernel for a call, and calls f with its template
+// arguments.
 template <typename Sums, int kGroup, int kSlots, bool kWholeRow>
 struct Kernel {
   using S = Sums;

@@ -2,13 +2,12 @@
 //
 //     out[starts[i] .. starts[i + 1]) = sources[i][0 .. starts[i + 1] - starts[i])
 //
-// Exact, any dtype. Both twins cut the output, not the list, so many small tensors and one large one are distributed
-// equally well over the threads.
+// The copy is exact, for any dtype. Both twins cut the output, not the list, so many small tensors and one large one
+// are distributed equally well over the threads.
 //
-// `sources` and `starts` are host memory for both twins; the memory at sources[i] and at `out` is memory of the
-// device. The CUDA twin passes both tables to the kernel by value, and no longer needs them when it returns: one launch
-// for up to 2000 blocks that are not empty, and one more for each further 2000 (250 if the toolkit is older than CUDA
-// 12.1).
+// `sources` and `starts` are host memory for both twins; the memory at sources[i] and at `out` is memory of the device.
+// The CUDA twin passes both tables to the kernel by value, and no longer needs them when it returns: one launch for up
+// to 2000 blocks that are not empty, and one more for each further 2000 (250 if the toolkit is older than CUDA 12.1).
 #pragma once
 
 #include <cstdint>

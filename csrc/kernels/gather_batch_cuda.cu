@@ -1,16 +1,16 @@
 // Copies many blocks of bytes into one on the GPU, with one launch for up to 2000 of them.
 //
-// The table of pointers and starts is a parameter of the kernel: the driver copies it when the launch is
-// enqueued, or captured into a graph, so there is no staging buffer to allocate, to wait for or to keep alive. A
-// table has one of two sizes, 4 KB for common calls and the 32 KB that CUDA allows from 12.1 on. Blocks that do not
-// fit into one table go to further launches; empty blocks are omitted.
+// The table of pointers and starts is a parameter of the kernel: the driver copies it when the launch is enqueued, or
+// captured into a graph, so there is no staging buffer to allocate, to wait for or to keep alive. A table has one of
+// two sizes, 4 KB for common calls and the 32 KB that CUDA allows from 12.1 on. Blocks that do not fit into one table
+// go to further launches; empty blocks are omitted.
 //
 // The output, not the list, is cut over the grid, 16 KiB per block, so one large tensor and a thousand small ones are
 // distributed equally well. A block looks up its first and last byte in the table (all threads read the same entry: a
 // broadcast from the constant cache) and keeps the entries between them in shared memory. A thread owns four 16-byte
-// words of the output, finds the source of each, and copies whole words whose source is as aligned as the output with
-// four loads in flight; otherwise it reads as widely as the source's alignment allows and still writes 16 bytes. Words
-// that two sources share, and the ends of the output, are copied byte by byte.
+// words of the output, and finds the source of each. If the source is aligned like the output, the word is copied as a
+// whole, with four loads in flight; otherwise it is read as widely as the source's alignment allows, and still written
+// as 16 bytes. Words that two sources share, and the ends of the output, are copied byte by byte.
 #include <algorithm>
 
 #include "kernels/cuda/launch.h"
@@ -40,7 +40,7 @@ struct Table {
   int64_t starts[kMost + 1];  // strictly ascending from 0
 };
 
-// Returns the index of the block that contains byte `at` of the output; it must be in first..last.
+// Returns the index of the block that contains byte `at` of the output. The index must lie in first..last.
 PYMOE_DEVICE int find_block(const int64_t* starts, int64_t at, int first, int last) {
   while (first < last) {
     const int middle = (first + last + 1) / 2;
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) gather_batch_kernel(const Table<kMos
   }
 }
 
-// Copies the first non-empty blocks, at most kMost, to `out`; returns the number of blocks of the list that are done.
+// Copies the first non-empty blocks of the list, at most kMost, to `out`. Returns how many blocks of the list are done,
+// including empty ones.
 template <int kMost>
 int64_t gather_some(const void* const* sources, const int64_t* starts, int64_t count, Byte* out, void* stream) {
   Table<kMost> table;

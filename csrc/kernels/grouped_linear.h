@@ -83,11 +83,11 @@ void grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void grouped_linear_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);
 void grouped_linear_bias_grad(const GroupedBiasGradArguments& arguments, void* stream);
 
-// Steps before and after a product that another grouped GEMM makes. plan_ writes the plan into the workspace; its first
-// E + 1 values are offsets that keep the contract. complete_ writes zeros to rows without an expert, and to the
-// gradients of experts without rows. The product must be bf16, contiguous and 16-byte aligned, with rows of a multiple
-// of 16 bytes, and the workspace must still contain the plan. There is no bias: layers leave it to the operator after
-// the product.
+// Steps before and after a product that another grouped GEMM computes. plan_ writes the plan to the workspace; the plan
+// begins with E + 1 offsets that are safe to use whatever `offsets` contains. complete_ writes zeros to the rows
+// without an expert, or to the gradients of experts without rows; it needs the plan in the workspace. The product must
+// be bf16, contiguous and 16-byte aligned, with rows of a multiple of 16 bytes. No bias is added here: layers pass it
+// to the operator that follows.
 void plan_grouped_linear(const GroupedArguments& arguments, void* stream);
 void complete_grouped_linear(const GroupedLinearArguments& arguments, void* stream);
 void complete_grouped_weight_grad(const GroupedWeightGradArguments& arguments, void* stream);

@@ -89,7 +89,8 @@ std::vector<Block> cut(int64_t experts, const RowsOf& rows_of, int64_t columns) 
   return blocks;
 }
 
-// Clears the rows of y that have no expert: those from the last offset on or, with an order, those it does not name.
+// Clears the rows of y that have no expert: those from the last offset on or, with an order, those that the order does
+// not name.
 void clear_rows_of_none(const GroupedLinearArguments& a, const std::vector<char>& named) {
   const int64_t used = a.offsets[a.experts], row_bytes = a.output_features * size_of(a.dtype);
   auto* y = static_cast<char*>(a.out);
@@ -178,8 +179,8 @@ void bias_grad(const GroupedBiasGradArguments& a) {
                });
 }
 
-// Throws unless offsets and order keep their contract. Returns a flag for each row, set if the order names the row;
-// none without an order.
+// Throws unless offsets and order keep their contract. Returns a flag for each row that is set if the order names the
+// row, or an empty vector if there is no order.
 std::vector<char> check(const GroupedArguments& a) {
   check_offsets("grouped_linear", a.offsets, a.experts, a.rows);
   if (a.order == nullptr) return {};

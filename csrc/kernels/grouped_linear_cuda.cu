@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
 
 constexpr int kClearThreads = 256;
 
-// Clears y if it has rows without an expert. This runs before the other rows are written to their places.
+// Clears all of y if some rows have no expert. The rows of experts are written afterwards.
 template <typename T>
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(T* y, GroupPlan plan, int experts, int64_t rows, int64_t output_features) {
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kBiasThreads)
 
 constexpr int kCompleteThreads = 256;
 
-// Clears the rows without an expert; returns immediately if there are none.
+// Clears the rows of y that have no expert; returns immediately if there are none.
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_linear_kernel(uint4* y, GroupPlan plan, int64_t packs, int64_t row_packs, int experts) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kCompleteThreads;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kCompleteThreads)
   }
 }
 
-// Clears the gradients of experts without rows. Several blocks per expert.
+// Clears the gradients of experts without rows. Several blocks share an expert.
 __global__ void __launch_bounds__(kCompleteThreads)
     complete_weight_grad_kernel(uint4* weight_grad, GroupPlan plan, int64_t expert_packs, int64_t blocks) {
   const int64_t expert = blockIdx.x / blocks;
@@ -353,7 +353,7 @@ void bias_grad(const GroupedBiasGradArguments& a, const Places& places, void* st
          a.grad.column_stride, places, group_plan(a.workspace, a.experts), a.out, a.output_features, strips);
 }
 
-// Calls f(TypeTag of the dtype, positions of the rows).
+// Calls f(TypeTag of the dtype, positions of the rows as InSequence or ByOrder).
 template <typename F>
 void for_kind(const GroupedArguments& a, F&& f) {
   visit_dtype(a.dtype,

@@ -60,7 +60,7 @@ struct QuantizedInputGradArguments {
 
 inline constexpr int64_t kDecodedBytes = 1 << 20;  // of a thread, which keeps them between calls
 
-// The rounded form of a row's block of inputs: 128 integers and these numbers.
+// The numbers that belong to the 128 rounded integers of a row's block of inputs.
 struct RoundedBlock {
   float step;     // NaN if the block has a NaN or an infinity; the integers are then zero
   int32_t zero;   // int8: the part of each sum that comes from the code of zero
@@ -72,8 +72,8 @@ inline constexpr int64_t kRoundedBytes = 2 * kRoundedInputs;
 inline constexpr int64_t kWidenedBytes = 4 * kRoundedInputs;  // is_fused: a block in fp32, in place of integers
 static_assert(kFp8Block == kRoundedInputs);
 
-// The layout of a block's integers: for products by vectors, or by tiles (quantized_linear_amx.h) with weights in 8 or
-// 4 bits. With 4 bits, tiles take pairs of bf16.
+// The layout of a block's rounded integers: for products of vectors, or of AMX tiles (quantized_linear_amx.h) with
+// weights in 8 or 4 bits. For tiles with 4-bit weights, each integer is a pair of bf16.
 enum class Integers { kForVectors, kForTiles8, kForTiles4 };
 
 constexpr Integers integers_for_tiles(WeightFormat format) {
@@ -84,7 +84,7 @@ constexpr int64_t rounded_bytes(Integers integers) {
   return integers == Integers::kForTiles4 ? 2 * kRoundedBytes : kRoundedBytes;
 }
 
-// Some rounded rows of one expert: the first block of each row, then the second block of each, and so on.
+// Rounded rows of one expert: the first block of each row, then the second block of each row, and so on.
 struct RoundedRows {
   const int8_t* codes;
   int64_t codes_stride;  // bytes from one block to the next

@@ -1,15 +1,15 @@
 // The products of quantized_linear with AMX tiles, for many rows (see quantized_linear.h and cpu/amx_tiles.h; no
 // include guard on purpose).
 //
-// Integers are added up exactly, so tiles give the same bits as vectors:
+// All sums below are exact, so tiles give the same bits as vectors:
 //
-//     int8     an activation is two signed bytes, 256 * high + low, and codes are read in place, as right
-//              tiles of 64 inputs: sums of 32 bits over a block of 128 inputs, one of the high bytes and one of the
-//              low ones
-//     4 bits   a group of 32 inputs has sums of less than 32 * 15 * 32768 < 2^24, so fp32 holds them and all sums
-//              on the way: 256 * high, low and the codes (in mxfp4 twice their values) are bf16, and two products add
-//              them up to one sum, which is a float by then. The codes of a block are laid out as right tiles once for
-//              some rows.
+//     int8     an activation is two signed bytes, 256 * high + low. Codes are read in place, as right tiles of 64
+//              inputs. Over a block of 128 inputs, the products of the high and of the low bytes have separate sums of
+//              32 bits.
+//     4 bits   the sum over a group of 32 inputs is below 32 * 15 * 32768 < 2^24, so it and all partial sums are exact
+//              in fp32. 256 * high, low and the codes (in mxfp4 twice their values) are converted to bf16, and the
+//              products of both parts are added to the same sum, in fp32. The codes of a block are laid out as right
+//              tiles once for several rows.
 //
 // Up to 16 rows and 16 (4 bits) or 32 outputs are multiplied at a time, along one block of inputs. That makes four
 // tiles of sums, which are scaled and added to y while the next four are made.
@@ -21,7 +21,7 @@ namespace pymoe::cpu::PYMOE_ISA {
 inline constexpr int64_t kSumRows = 16, kSumOutputs = 16, kTileOfSums = kSumRows * kSumOutputs;
 inline constexpr int64_t kTileRowBytes = 64;
 
-// Prefetches cache lines evenly, some at a time.
+// Prefetches the cache lines from `begin` on. Every call of ask() prefetches an equal part of them.
 class LinesAhead {
  public:
   LinesAhead(const uint8_t* begin, int64_t bytes, int64_t pauses)
@@ -35,11 +35,13 @@ class LinesAhead {
   int64_t at_once_;
 };
 
-// The codes of a block as right tiles: `take` a block, then multiply rows with it. Sums go to tiles 0 to 3.
+// The codes of a block as right factors. take() selects a block; multiply() then adds the products of rows and this
+// block to tiles 0 to 3.
 template <WeightFormat kFormat>
 struct RightCodes;
 
-// int8. Tiles 0 and 1 are high and low sums of 16 outputs, 2 and 3 those of the next 16.
+// For int8. Tiles 0 and 1 sum the products of the high and of the low bytes for 16 outputs, tiles 2 and 3 those for the
+// next 16.
 template <>
 struct RightCodes<WeightFormat::kInt8> {
   static constexpr int64_t kOutputs = 2 * kSumOutputs;
@@ -109,7 +111,7 @@ PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
 }
 #endif
 
-// 4 bits. Tile g is the sum of group g, of 16 outputs.
+// For 4 bits. Tile g sums the products of group g, for 16 outputs.
 template <WeightFormat kFormat>
 struct RightCodes {
   static constexpr int64_t kOutputs = kSumOutputs;
@@ -118,7 +120,8 @@ struct RightCodes {
   int64_t groups;
   alignas(64) uint8_t tiles[4][kQuantizedTile / kSumOutputs][kGroupBytes];
 
-  // For 8 inputs a right tile has the pairs (0, 2), (1, 3), (4, 6), (5, 7), the order of a word's codes.
+  // Lays out the codes of `some` groups as right tiles. For every 8 inputs, a tile has the pairs (0, 2), (1, 3), (4, 6)
+  // and (5, 7), because the codes in a word have this order.
   void take(const uint8_t* weight, int64_t some) {
     groups = some;
     for (int64_t g = 0; g < some; ++g) {
@@ -137,7 +140,8 @@ struct RightCodes {
     }
   }
 
-  // Multiplies group kGroup and, with kTwo, the next one: neither waits for the other.
+  // Multiplies group kGroup. With kTwo, multiplies the next group in alternation, since the products of two groups need
+  // not wait for each other.
   template <int kGroup, bool kTwo, typename Tiles>
   PYMOE_INLINE void multiply_groups(Tiles& t, const int8_t* x, int64_t column) const {
     constexpr int64_t kRow = 2 * kRoundedBytes, kLow = kRoundedBytes, kStep = kTileRowBytes;

@@ -63,7 +63,7 @@ template <typename T, WeightFormat kFormat>
 class Ways {
  public:
   const Way<T>& of(int64_t rows) const { return rows < kFewestTileRows ? few_ : many_; }
-  // Returns the number of bytes that a block of a row occupies in memory.
+  // Returns the number of bytes that are reserved for a block of a row: enough for few and for many rows.
   int64_t row_bytes() const { return std::max(few_.row_bytes, many_.row_bytes); }
 
  private:
@@ -94,7 +94,7 @@ class Ways {
   }
 };
 
-// Some tiles of an expert's outputs for some of its rows: one task.
+// A task: some tiles of an expert's outputs, for some of the expert's rows.
 struct Task {
   int64_t expert;
   int64_t row;
@@ -103,8 +103,8 @@ struct Task {
   int64_t tiles;
 };
 
-// Cuts the work into tasks that read a quarter of a megabyte, or one tile for many rows. The cut does not affect
-// the results.
+// Cuts the work into tasks. A task reads up to 256 KiB of weights, less for more than four rows, but at least one tile.
+// The cut does not affect the results.
 template <typename T, WeightFormat kFormat>
 std::vector<Task> cut(const QuantizedLinearArguments& a, const Ways<T, kFormat>& ways) {
   constexpr int64_t kBytes = int64_t{256} << 10, kFewestTogether = 96;
@@ -142,7 +142,8 @@ void multiply(const QuantizedLinearArguments& a) {
   const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
   auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
   auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
-  // The rows of an expert begin at its first row, and their distance depends on the kind of product.
+  // Returns the address of a row's rounded integers. The rows of an expert are stored from the place of its first row
+  // on; the distance between them depends on the kind of product.
   const auto codes_of = [&](int64_t expert, int64_t row) {
     const int64_t begin = a.offsets[expert], its_bytes = ways.of(a.offsets[expert + 1] - begin).row_bytes;
     return codes + begin * row_bytes + (row - begin) * its_bytes;
@@ -176,8 +177,8 @@ void multiply(const QuantizedLinearArguments& a) {
   clear_unused(a, a.outputs);
 }
 
-// Returns how many inputs of an expert are decoded at a time: a multiple of 32, and few enough that every thread gets
-// several of the tasks. The number does not affect the results.
+// Returns the number of inputs of an expert that are decoded at a time: a multiple of 32, and so small that there are
+// several tasks per thread. The number does not affect the results.
 int64_t inputs_together(int64_t inputs, int64_t input_bytes, int64_t experts) {
   const auto slices = [&](int64_t width) { return (inputs + width - 1) / width; };
   int64_t width = std::max<int64_t>(1, kDecodedBytes / std::max<int64_t>(1, input_bytes * kQuantizedGroup));
@@ -198,7 +199,7 @@ void input_grad(const QuantizedInputGradArguments& a) {
   for (int64_t e = 0; e < a.experts; ++e) {
     if (a.offsets[e] < a.offsets[e + 1] && a.inputs > 0) busy.push_back(e);
   }
-  // The distance of long rows is never a power of two, which would map them all to the same few sets of the caches.
+  // The stride of long rows must not be a power of two, which would map all of them to the same few sets of the caches.
   const int64_t stride = a.outputs < kQuantizedTile ? a.outputs : round_up(a.outputs, 64) + 32;
   const auto input_bytes = stride * static_cast<int64_t>(sizeof(T)), experts = static_cast<int64_t>(busy.size());
   const int64_t width = experts == 0 ? 1 : inputs_together(a.inputs, input_bytes, experts);

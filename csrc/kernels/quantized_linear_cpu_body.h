@@ -1,12 +1,12 @@
 // The loops of quantized_linear, compiled once per instruction set (see quantized_linear.h; no include guard on
 // purpose).
 //
-// A vector holds a code, or a sum, of as many outputs as it has lanes of 32 bits: sums never run over lanes. If the
-// processor multiplies bytes (AVX512_VNNI, FEAT_DotProd), an activation is two signed bytes, 256 * high + low, which
-// are multiplied one after the other with four codes per lane; FEAT_I8MM multiplies both at once with eight codes of
-// two outputs. Otherwise codes are widened to 16 bits and multiplied in pairs. Many rows use the tiles of AMX
-// (quantized_linear_amx.h). The integers are the same. Weights in fp8 and in the affine and symmetric formats are
-// multiplied in quantized_linear_fused.h, and the gradient decodes weights in quantized_linear_decode.h.
+// Outputs are spread over the 32-bit lanes of vectors, so that no sum over a whole vector is needed. If the processor
+// multiplies bytes (AVX512_VNNI, FEAT_DotProd), an activation is two signed bytes, 256 * high + low, and four high or
+// four low bytes are multiplied by four codes per lane. FEAT_I8MM multiplies the high and low bytes of eight
+// activations by eight codes of two outputs. Otherwise, codes are widened to 16 bits and multiplied in pairs. AMX tiles
+// multiply many rows (quantized_linear_amx.h). All of these give the same integers. quantized_linear_fused.h has the
+// products with fp8, affine and symmetric formats, quantized_linear_decode.h the gradient.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -96,7 +96,7 @@ PYMOE_INLINE int32_t largest_lane(vint32 value) {
 #endif
 }
 
-// Sums the lanes of each group, and stores the sums in the form that the products read.
+// Stores the sum over the lanes of each group in `rounded.sums`, and 128 times the total in `rounded.zero`.
 PYMOE_INLINE void sum_groups(const vint32 (&groups)[4], RoundedBlock& rounded) {
 #if PYMOE_ISA_LEVEL == 4
   const auto a = (__m512i)groups[0], b = (__m512i)groups[1], c = (__m512i)groups[2], d = (__m512i)groups[3];
@@ -118,7 +118,7 @@ PYMOE_INLINE void sum_groups(const vint32 (&groups)[4], RoundedBlock& rounded) {
 #endif
 }
 
-// Rounds `count` <= 128 values; the integers past them are zero.
+// Rounds a block of `count` <= 128 values to integers. The other integers of the block are zero.
 template <Integers kIntegers, typename T>
 void round_block(const T* x, int64_t count, int8_t* codes, RoundedBlock& rounded) {
   alignas(64) float values[kRoundedInputs];
@@ -215,12 +215,12 @@ PYMOE_INLINE vint32 load_bytes(const uint8_t* source) {
 // Loads mxfp4 scales, which are bytes, as floats: powers of two, or NaN for 255.
 PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
   const vint32 exponent = load_bytes(source);
-  // 2^-127 is subnormal; at the other end the bit makes a NaN of infinity.
+  // An exponent of 0 stands for 2^-127 (subnormal) and 255 for NaN: both need the mantissa's upper bit.
   const vint32 end = (((exponent + 1) & 0xff) < 2) & (1 << 22);
   return (vfloat)(exponent << 23 | end);
 }
 
-// The words of an output, of 4 codes (8 bits) or 8 codes (4 bits), that are multiplied at once.
+// The number of words of an output that are multiplied at once. A word has 4 codes (8 bits) or 8 codes (4 bits).
 template <WeightFormat kFormat>
 inline constexpr int kWordsTogether = PYMOE_ISA_HAS_I8MM && bits_of(kFormat) == 8 ? 2 : 1;
 
@@ -228,7 +228,7 @@ inline constexpr int kWordsTogether = PYMOE_ISA_HAS_I8MM && bits_of(kFormat) == 
 
 inline constexpr bool kLess128 = false;
 
-// Sums of codes times activations: of the high bytes and of the low ones, for one output and then for the next.
+// Sums of two outputs in each vector: per output, the sum with the high bytes of activations, then with the low ones.
 struct Sum {
   int32x4_t first{}, second{};
   PYMOE_INLINE vint32 value() const {
@@ -237,13 +237,13 @@ struct Sum {
   }
 };
 
-// Adds products of 8 bytes: of two outputs, and of the high and the low bytes of activations.
+// Adds the products of 8 codes with the high and with the low bytes of 8 activations, for each of two outputs.
 PYMOE_INLINE int32x4_t add_products(int32x4_t sum, uint8x16_t codes, int8x16_t x) {
   return vusmmlaq_s32(sum, codes, x);
 }
 PYMOE_INLINE int32x4_t add_products(int32x4_t sum, int8x16_t codes, int8x16_t x) { return vmmlaq_s32(sum, codes, x); }
 
-// Eight codes of each of four outputs, two in `first` and two in `second`; of mxfp4, twice the codes' signed values.
+// Eight codes of each of four outputs: of two outputs in `first`, and of two in `second`. In mxfp4, twice their values.
 template <WeightFormat kFormat>
 struct Codes {
   using Bytes = std::conditional_t<kFormat == WeightFormat::kMxfp4, int8x16_t, uint8x16_t>;
@@ -294,10 +294,10 @@ struct Sum {
   PYMOE_INLINE vint32 value() const { return (vint32)(((vuint32)high << 8) + (vuint32)low); }
 };
 
-// FEAT_DotProd multiplies signed bytes: codes of 8 bits less 128. Those of 4 bits are the same bytes with either sign.
+// FEAT_DotProd multiplies signed bytes, so 128 is subtracted from 8-bit codes. 4-bit codes need no change.
 inline constexpr bool kLess128 = PYMOE_ISA_HAS_DOTPROD;
 
-// Adds to each lane the products of four bytes of `codes`, which are unsigned unless kLess128, and those of a word.
+// Adds to each lane the dot product of four bytes of `codes` (signed if kLess128) and the four signed bytes of `word`.
 #if PYMOE_ISA_HAS_DOTPROD
 PYMOE_INLINE int8x8_t load_word(const int8_t* source) {
   uint32_t word;
@@ -314,7 +314,7 @@ PYMOE_INLINE vint32 add_products(vint32 sum, vint32 codes, vint32 word) {
 }
 #endif
 
-// The operand of a product for a word of 4 codes (8 bits) or 8 codes (4 bits): a vector per 8 bytes of activations.
+// The number of factors of a word, one for every four codes; a factor is multiplied by 8 bytes of activations.
 template <WeightFormat kFormat>
 inline constexpr int kFactors = bits_of(kFormat) == 8 ? 1 : 2;
 
@@ -348,7 +348,7 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 inline constexpr bool kLess128 = false;
 
 #if PYMOE_NEON
-// Products of 16 bits; the sum of an output is that of two neighbouring lanes, which are added at the end.
+// Sums of 16-bit products. Each output has two neighbouring lanes of `first` or `second`; value() adds the two.
 struct Sum {
   int32x4_t first{}, second{};
   PYMOE_INLINE void start_from(vint32 value) {
@@ -366,7 +366,7 @@ struct Sum {
   vint32 sum{};
   PYMOE_INLINE void start_from(vint32 value) { sum = value; }
   PYMOE_INLINE vint32 value() const { return sum; }
-  // Adds the sums of two products of 16 bits each.
+  // Adds two products of 16-bit integers to each lane.
   PYMOE_INLINE void add_products(vint32 a, vint32 b) {
 #if PYMOE_ISA_LEVEL == 4
     sum += (vint32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -387,7 +387,7 @@ inline constexpr int kFactors = bits_of(kFormat) == 8 ? 2 : 4;
 
 typedef uint16_t vuint16 __attribute__((vector_size(kVectorBytes)));
 
-// In the order of the activations: inputs 0 and 2, inputs 1 and 3, and for the upper halves 4 and 6, 5 and 7.
+// Returns 16-bit codes in the order of the activations: inputs (0, 2), (1, 3) and, with 4 bits, (4, 6), (5, 7).
 template <WeightFormat kFormat>
 PYMOE_INLINE vint32 factor(vint32 words, vint32, int i) {
   if constexpr (kFormat == WeightFormat::kInt8) return (vint32)((vuint32)words >> (8 * i)) & 0x00ff00ff;
@@ -411,19 +411,19 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 
 #endif
 
-// The distance of prefetches in bytes. With 4096 or 16384, products of two to eight rows take longer.
+// The prefetch distance in bytes. With 4096 or 16384, products of two to eight rows take longer.
 inline constexpr int64_t kAhead = 8192;
 
-// One int4 super-block of 64 outputs, decoded: the scales of all groups, then the minima of all groups, 64 values for
-// each group.
+// The decoded scales and minima of one int4 super-block of 64 outputs: the scales of all groups, then the minima of all
+// groups, 64 values for each group.
 struct SuperEnds {
   static constexpr int64_t kMinima = kSuperGroups * kQuantizedTile;
   alignas(64) float values[2 * kMinima];
   const float* of_group(int64_t group) const { return values + group % kSuperGroups * kQuantizedTile; }
 };
 
-// Decodes the scales and minima that precede the codes of the super-block at `super`. Every product is exact, except
-// those by 2^(power - 127).
+// Decodes the scales and minima of the super-block at `super`, where they precede the codes. Products are exact, unless
+// the multiplication by 2^(power - 127) overflows or underflows.
 inline void decode_ends(const uint8_t* powers, const uint8_t* super, SuperEnds& ends) {
   constexpr int kFields = 2 * static_cast<int>(kSuperGroups);
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -453,17 +453,17 @@ PYMOE_INLINE vfloat load_scales(const uint8_t* scales, const float* ends, int64_
   return kFormat == WeightFormat::kMxfp4 ? load_powers(scales + output) : load(ends + output);
 }
 
-// Returns the factor of a block's scaled sums. For mxfp4 the sums are those of twice the weights, hence the half.
+// Returns the factor of a block's scaled sums: half a step for mxfp4, whose sums are those of twice the weights.
 template <WeightFormat kFormat>
 PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
   return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
 }
 
-// Bytes of a row's integers in one multiply instruction; if it multiplies bytes, all high or all low (FEAT_I8MM: both).
+// Bytes of a row in one multiplication: 4 high or 4 low bytes, 2 whole integers or, with FEAT_I8MM, 8 whole integers.
 inline constexpr int64_t kFactorBytes = PYMOE_ISA_HAS_I8MM ? 16 : 4;
 
-// The largest number of rows that are multiplied together, and the number of vectors of outputs, limited by the
-// registers for sums (in 4-bit formats, also for scaled sums). Four vectors need fewer loads per product.
+// The registers for sums (with 4 bits, also for scaled sums) limit kMostRows, the rows that are multiplied together,
+// and vectors_beside(rows), the vectors of outputs beside them. Four vectors need fewer loads per product.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 inline constexpr int kMostRows = bits_of(kFormat) == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;
@@ -487,16 +487,16 @@ constexpr int vectors_beside(int rows) {
 }
 #endif
 
-// With AVX2 more than kMostWidening rows share the codes of a block as factors of 16 bits: widening these for every few
-// rows would take up to a third of the instructions. They stay in the nearest cache.
+// With AVX2, more than kMostWidening rows share the codes of a block, widened once to factors of 16 bits, which stay in
+// the nearest cache. Widening them anew for every few rows would take up to a third of the instructions.
 inline constexpr bool kSharesCodes = PYMOE_ISA_LEVEL == 3;
 template <WeightFormat kFormat>
 inline constexpr int64_t kMostWidening = bits_of(kFormat) == 8 ? 20 : 12;
 inline constexpr int kVectorsSharing = 2;
 inline constexpr int64_t kSharedBytes = kSharesCodes ? 2 * kRoundedInputs * kQuantizedTile : 1;
 
-// Writes the factors of a block's codes, for two vectors of outputs after another; for each two, the factors of every
-// word follow in the order of the inputs.
+// Writes the factors of a block's codes to `shared`. For every two vectors of outputs, the factors of all words follow
+// in the order of the inputs.
 template <WeightFormat kFormat>
 void widen_codes(const uint8_t* weight, int64_t groups, uint8_t* PYMOE_RESTRICT shared) {
   constexpr int64_t kWordBytes = kQuantizedTile * 4, kWords = bits_of(kFormat);
@@ -524,9 +524,9 @@ void widen_codes(const uint8_t* weight, int64_t groups, uint8_t* PYMOE_RESTRICT 
   }
 }
 
-// y[r][outputs] += the products of a block: `groups` <= 4 groups of 32 inputs. `weight` is the block's first group in a
-// tile, `shared` its codes after widen_codes (kShared), `ends` its scales (int4), `x` and `rounded` are the block of
-// the first of kRows rows, `y` is (kRows, 64).
+// Adds the products of a block, `groups` <= 4 groups of 32 inputs, to y, (kRows, 64). `weight` is the block's first
+// group in a tile, `shared` its codes after widen_codes (if kShared), `ends` its scales and minima (int4); `x` and
+// `rounded` are the block of the first row.
 template <WeightFormat kFormat, bool kShared, int kRows>
 void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const uint8_t* PYMOE_RESTRICT shared,
                     const float* PYMOE_RESTRICT ends, int64_t groups, const int8_t* PYMOE_RESTRICT x,
@@ -647,7 +647,7 @@ PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, cons
   }
 }
 
-// Multiplies rows of one expert by one tile of its outputs.
+// Computes one tile of outputs for rows of one expert.
 template <WeightFormat kFormat, typename T>
 void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out, int64_t row_stride,
                    int64_t count) {

@@ -1,8 +1,8 @@
 // Decodes the weights of a packed tile, for quantized_linear_input_grad (see quantized_linear.h; no include guard on
 // purpose).
 //
-// A vector holds the weights of one input for as many outputs as it has lanes. Every lane takes the steps of
-// dequantize_weight (pymoe/reference/quantized_weight.py), and its weight is then rounded to T.
+// A vector holds the weights of one input for as many outputs as it has lanes. Every lane decodes a weight by the steps
+// of dequantize_weight (pymoe/reference/quantized_weight.py), and then rounds it to T.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -29,7 +29,7 @@ PYMOE_INLINE vfloat e2m1_values(vint32 codes) {
 template <typename T>
 PYMOE_INLINE void store_two(T* target, vfloat first, vfloat second) {
 #if PYMOE_ISA_HAS_BF16
-  // One instruction rounds both. It flushes subnormal numbers to zero, as do products of bf16 on such a processor.
+  // One instruction rounds both vectors. Like this processor's products of bf16, it flushes subnormal numbers to zero.
   if constexpr (std::is_same_v<T, BFloat16>) {
     const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(target, both);
@@ -40,8 +40,8 @@ PYMOE_INLINE void store_two(T* target, vfloat first, vfloat second) {
   store(target + kLanes<float>, second);
 }
 
-// Writes the weights of the inputs from `first`, a multiple of 32, to `last` for the `outputs` <= 64 outputs of a tile:
-// the weight of input i and output j becomes out[(i - first) * stride + j].
+// Writes the weights of one tile for the inputs from `first`, a multiple of 32, to `last` - 1, and for its first
+// `outputs` <= 64 outputs. The weight of input i and output j goes to out[(i - first) * stride + j].
 template <WeightFormat kFormat, typename T>
 void decode_inputs(const uint8_t* tile, int64_t first, int64_t last, int64_t outputs, T* out, int64_t stride) {
   constexpr int kWidth = kLanes<float>;

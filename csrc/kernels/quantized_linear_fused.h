@@ -7,14 +7,14 @@
 // processor. Few rows decode codes in registers; many rows share the decoded values of a block, which stay in the
 // nearest cache.
 //
-// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset.
-// The value of a symmetric code is also the weight: the product of the code and its scale, rounded.
+// The value of an affine code is the weight: one more fused multiply-add, of the code, its scale and its offset. The
+// value of a symmetric code is also the weight: the product of the code and its scale, rounded.
 //
 // A code of fp8 is a sign, 4 bits of exponent with bias 7, and 3 bits of mantissa; 0x7f and 0xff are NaN, and there is
-// no infinity. With its exponent and mantissa at the lower ends of those of an fp32, it is 2^-120 times its value, so
-// that a product with 2^120 gives the value, also of a subnormal code. These codes are subnormal as fp32, so the caller
-// turns off the flushing of subnormals. NaN codes are looked for separately: one makes the sum of its block NaN for
-// every row.
+// no infinity. To decode it, its exponent is put in the lowest exponent bits of an fp32, and its mantissa in the
+// highest mantissa bits. That fp32 is 2^-120 times the value of the code, so a product with 2^120 gives the value, also
+// of a subnormal code. A subnormal code makes a subnormal fp32, so the caller turns off the flushing of subnormals. NaN
+// codes are looked for separately: one makes the sum of its block NaN for every row.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -31,8 +31,8 @@ PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) {
 }
 #endif
 
-// The location of a block's weights: in the packed tile, for the outputs from `first` on, or in a buffer of decoded
-// values.
+// The location of a block's weights: its start in the packed tile, the first output to use there, and a buffer with its
+// decoded values (null if codes are decoded in registers).
 struct BlockSource {
   const uint8_t* block;
   int64_t first;
@@ -55,7 +55,7 @@ PYMOE_INLINE vint32 load_signed_bytes(const uint8_t* source) {
 #endif
 }
 
-// Returns the values of a vector's codes; NaN becomes 480.
+// Returns the values of one vector of fp8 codes. A NaN code gives 480 with its sign.
 PYMOE_INLINE vfloat decode(const uint8_t* codes) {
   constexpr auto kBits = static_cast<int32_t>(0x87f00000u);  // the sign, and where exponent and mantissa are
   return (vfloat)(load_signed_bytes(codes) << 20 & kBits) * 0x1p120f;
@@ -87,7 +87,7 @@ class NanAmong {
   vcodes largest_[kVectors / 2] = {};
 };
 
-// Writes `count` <= 128 values in fp32; the values past them are zero.
+// Widens `count` <= 128 values to fp32, and pads them with zeros to 128.
 template <typename T>
 void widen_block(const T* x, int64_t count, int8_t* to, RoundedBlock&) {
   auto* values = reinterpret_cast<float*>(to);
@@ -95,8 +95,8 @@ void widen_block(const T* x, int64_t count, int8_t* to, RoundedBlock&) {
   for_vectors<T>(count, [&](int64_t i, int size) { store_count(values + i, load_count(x + i, size), size); });
 }
 
-// The weights of the outputs of kVectors vectors, for kInputs inputs of a block at a time, which come in runs: codes in
-// the packed tile, or values.
+// The weights in the packed tile, for the outputs of kVectors vectors. They are decoded kInputs inputs at a time.
+// Inputs come in runs; call begin_run() at the start of each.
 template <WeightFormat kFormat, int kVectors>
 class StoredCodes {
  public:
@@ -121,7 +121,7 @@ class StoredCodes {
       }
     }
   }
-  // Loads the weights of kInputs inputs of the run.
+  // Loads the weights of kInputs inputs of the run, from its input number `input` on.
   PYMOE_INLINE void load_inputs(int64_t input, vfloat (&values)[kInputs][kVectors]) {
     const uint8_t* from = codes_ + input / kInputs * kQuantizedTile;
     __builtin_prefetch(from + kAhead);
@@ -193,7 +193,8 @@ PYMOE_INLINE void for_inputs(Weights& weights, int64_t inputs, const Body& body)
   }
 }
 
-// Decodes the codes of a block for DecodedValues. NaN goes to the first input, and thus into every sum.
+// Decodes the codes of a block for DecodedValues. If an output has a NaN, its first value becomes NaN, and so do all
+// its sums.
 template <WeightFormat kFormat, int kVectors>
 void decode_block(const BlockSource& from, int64_t inputs, float* decoded) {
   StoredCodes<kFormat, kVectors> stored(from);
@@ -208,8 +209,9 @@ void decode_block(const BlockSource& from, int64_t inputs, float* decoded) {
   }
 }
 
-// y[r][outputs] += the products of a block (in fp8 times their scales), for kRows rows whose values follow one another,
-// and for the outputs of kVectors vectors. `y` is that of the first output; a row of y has 64 outputs.
+// Adds the products of a block, in fp8 times their scales, to y[r][output] for kRows rows r and the outputs of kVectors
+// vectors. `x` contains 128 values of the block for each row, one row after the other. `y` points to the first row and
+// output; its rows have 64 outputs.
 template <WeightFormat kFormat, int kRows, int kVectors, typename Weights>
 void multiply_fused(const BlockSource& from, int64_t inputs, const float* PYMOE_RESTRICT x, float* PYMOE_RESTRICT y) {
   Weights weights(from);
@@ -247,10 +249,10 @@ MultiplyFused multiply_fused_for(int64_t rows) {
   }(std::make_integer_sequence<int, kMost>{});
 }
 
-// The numbers of rows that decode in registers, beside four vectors of outputs or beside fewer, and of those that share
-// decoded values: as many sums as the registers hold, and enough that they need not wait for each other. More rows than
-// kMostDecoding share decoded values. The affine formats have scales and offsets in registers, too, and the symmetric
-// format has scales.
+// The largest numbers of rows that are multiplied together. Up to kMostDecoding rows decode codes in registers: up to
+// kMostBesideFour with four vectors of outputs at a time, more with two. Beyond that, kMostSharing rows at a time share
+// decoded values. The sums must fit into the registers, but be enough to hide the latency of the additions. The affine
+// formats have scales and offsets in registers, too, and the symmetric format has scales.
 #if PYMOE_ISA_LEVEL == 4 || PYMOE_NEON
 template <WeightFormat kFormat>
 inline constexpr int kMostBesideFour = kFormat == WeightFormat::kFp8 ? 6 : 4;
@@ -262,7 +264,7 @@ inline constexpr int kMostDecoding = 4, kMostSharing = 6;
 #endif
 inline constexpr int kSharingVectors = 2;
 
-// y += the products of a block for `rows` <= kMost rows, which decode in registers.
+// Adds the products of a block to y, for `rows` <= kMost rows. The codes are decoded in registers.
 template <WeightFormat kFormat, int kMost, int kVectors>
 void multiply_few_fused(const uint8_t* block, int64_t inputs, const float* x, int64_t rows, float* y) {
   const auto function = multiply_fused_for<kFormat, kMost, kVectors, StoredCodes<kFormat, kVectors>>(rows);
@@ -271,7 +273,7 @@ void multiply_few_fused(const uint8_t* block, int64_t inputs, const float* x, in
   }
 }
 
-// multiply_tile of quantized_linear_cpu_body.h, for these formats.
+// Does the same as multiply_tile of quantized_linear_cpu_body.h, for the formats of this file.
 template <WeightFormat kFormat, typename T>
 void multiply_tile_fused(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out,
                          int64_t row_stride, int64_t count) {

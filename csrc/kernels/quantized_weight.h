@@ -41,8 +41,8 @@ inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a
 inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise in fp8
 inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
-// The numbers are those of pymoe/_common/types.py: bits of a code, and 10 more for floating-point codes, 20 more for
-// the affine formats, 30 more for the symmetric one.
+// The numbers are those of pymoe/_common/types.py: the bits of a code, plus 10 for floating-point codes, 20 for the
+// affine formats, or 30 for the symmetric format.
 enum class WeightFormat : int64_t {
   kInt8 = 8,
   kInt4 = 4,
@@ -61,14 +61,14 @@ constexpr int64_t fp8_blocks(int64_t inputs) { return (inputs + kFp8Block - 1) /
 constexpr bool is_affine(WeightFormat format) {
   return format == WeightFormat::kAffine8 || format == WeightFormat::kAffine4 || format == WeightFormat::kAffine2;
 }
-// Returns whether the products of a format use fused multiply-adds in fp32. The tiles of such a format are runs of
-// inputs, which begin with their scales, and their offsets if they are affine.
+// Returns whether the products of a format use fused multiply-adds in fp32. A tile of such a format consists of runs of
+// inputs; each run begins with its scales and, in the affine formats, its offsets.
 constexpr bool is_fused(WeightFormat format) {
   return format == WeightFormat::kFp8 || format == WeightFormat::kSymmetric8 || is_affine(format);
 }
 constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantizedTile - 1) / kQuantizedTile; }
 
-// Returns the number of bytes that the scales of a group of inputs occupy in a tile.
+// Returns the number of bytes of scales that precede the codes of each group of inputs: only mxfp4 has such scales.
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? kQuantizedTile : 0;
 }
@@ -80,11 +80,13 @@ constexpr int64_t quantized_group_bytes(WeightFormat format) {
 constexpr int64_t quantized_head_bytes(WeightFormat format) {
   return kQuantizedTile * (format == WeightFormat::kInt8 ? 4 : format == WeightFormat::kInt4 ? 1 : 0);
 }
-// Returns the number of bytes that precede the codes of an int4 super-block in a tile.
+// Returns the number of bytes that precede the codes of an int4 super-block in a tile; 0 for other formats.
 constexpr int64_t quantized_super_bytes(WeightFormat format) {
   return format == WeightFormat::kInt4 ? kQuantizedTile * (2 + 2 + 12) : 0;
 }
-// is_fused: the inputs of a run, its bytes before the codes, its bytes, and those of a tile before the run of an input.
+// For formats of is_fused: fused_run is the number of inputs of a run, fused_head_bytes the number of bytes before its
+// codes, fused_run_bytes the number of all its bytes, and fused_begin the offset in a tile of the run that contains
+// `input`.
 constexpr int64_t fused_run(WeightFormat format) {
   return format == WeightFormat::kSymmetric8 || format == WeightFormat::kAffine2 ? kQuantizedGroup / 2
          : format == WeightFormat::kAffine8                                      ? kQuantizedGroup

@@ -13,7 +13,8 @@
 namespace pymoe::cpu {
 namespace {
 
-// values[i][j] = weight[expert, output + j, input + i] in fp32, and zero past the outputs, for at most 256 inputs.
+// Gathers weights in fp32: values[i * 64 + j] = weight[expert, output + j, input + i], and 0 for missing outputs.
+// `inputs` is at most 256. Throws std::invalid_argument for a weight that is NaN, infinite or larger than 2^100.
 template <typename T>
 void gather(const QuantizeWeightArguments& a, int64_t expert, int64_t output, int64_t input, int64_t inputs,
             float* values) {
@@ -81,7 +82,7 @@ void quantize(const QuantizeWeightArguments& a) {
   });
 }
 
-// fp8: the outputs of two tiles share scales.
+// Quantizes to fp8. The outputs of two tiles share their scales, so a task takes one block of inputs of two tiles.
 template <typename T>
 void quantize_fp8(const QuantizeWeightArguments& a) {
   static_assert(kFp8Block == 2 * kQuantizedTile);

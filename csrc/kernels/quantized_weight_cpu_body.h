@@ -1,7 +1,7 @@
 // The loops of quantize_weight, compiled once per instruction set (see quantized_weight.h; no include guard on
 // purpose).
 //
-// A lane is an output: every lane takes the steps of pymoe/reference/quantized_weight.py, whose sums run over the
+// Each lane of a vector quantizes one output, by the steps of pymoe/reference/quantized_weight.py. Sums run over the
 // inputs from first to last.
 
 namespace pymoe::cpu::PYMOE_ISA {
@@ -23,20 +23,20 @@ PYMOE_INLINE vfloat round_to_integer(vfloat value) {
   return (value + magic) - magic;
 }
 
-// Returns the inverse of a step, or 0 if the step is 0.
+// Returns the reciprocal of `step`, or 0 if `step` is 0.
 PYMOE_INLINE vfloat inverse_of(vfloat step) {
   const vint32 some = step > 0;
   const vfloat safe = some ? step : broadcast(1.0f);
   return some ? 1.0f / safe : vfloat{};
 }
 
-// A column of the tile's buffer: `values[i * kQuantizedTile]` are the outputs' weights of input i.
+// Below, `values` points to outputs in a tile's buffer: values[i * kQuantizedTile] are their weights of input i.
 PYMOE_INLINE vfloat nearest_code(vfloat value, vfloat minimum, vfloat inverse) {
   return round_to_integer(clamp((value - minimum) * inverse, 0, 15));
 }
 
-// Returns the sum of a grid's squared errors for a group of `count` inputs; stores the sum of the codes in
-// `sum_of_codes`.
+// Returns the sum of squared errors if a group of `count` inputs is rounded to the grid of `scale` and `minimum`;
+// stores the sum of the codes in `sum_of_codes`.
 inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum, vfloat& sum_of_codes) {
   const vfloat inverse = inverse_of(scale);
   vfloat error{}, codes{};
@@ -50,7 +50,7 @@ inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vf
   return error;
 }
 
-// Fits the scale and the minimum of a group of `count` inputs, before they are rounded; the minimum is not positive.
+// Fits a scale and a minimum to a group of `count` inputs; neither is rounded yet. The minimum is at most 0.
 inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat& minimum) {
   vfloat least{}, greatest = load(values);
   for (int64_t i = 0; i < count; ++i) {
@@ -93,14 +93,15 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
   }
 }
 
-// Returns the power of two (e8m0) of a row in int4: the largest magnitude divided by it is below 2^20, so that factors
-// are far from the limits of fp16.
+// Returns the power of two (e8m0) for the row of an int4 output, whose largest magnitude is `largest`. That magnitude
+// divided by the power is below 2^20, so that factors are far from the limits of fp16.
 PYMOE_INLINE vint32 power_for(vfloat largest) {
   const vint32 power = ((vint32)largest >> 23) - 19;
   return power > 0 ? power : vint32{};
 }
 
-// Divides the greatest of a super-block's scales (or minima) by 63 and rounds the quotient to fp16.
+// Returns a factor of a super-block: the greatest of its scales (or minima) divided by 63 and rounded to fp16. Also
+// writes the factor to `out`, as fp16.
 PYMOE_INLINE vfloat factor_of(vfloat greatest, uint8_t* out) {
   auto* half = reinterpret_cast<Float16*>(out);
   store(half, greatest / 63.0f);
@@ -126,8 +127,8 @@ PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
   if (shift > 26) words[word + 1] |= bits >> static_cast<int>(32 - shift);
 }
 
-// Packs a super-block of an int4 tile, with `count` inputs: `largest` has the largest magnitudes of its rows, and the
-// super-block begins at `out`. Divides the values by the rows' powers of two, in place.
+// Packs a super-block of an int4 tile, which has `count` inputs and begins at `out`. `largest` are the largest
+// magnitudes in the rows of the outputs. Divides `values` by the rows' powers of two, in place.
 inline void quantize_super_4(float* values, int64_t count, const float* largest, uint8_t* out) {
   const int64_t groups = quantized_groups(count);
   uint8_t* const codes = out + quantized_super_bytes(WeightFormat::kInt4);
@@ -184,7 +185,7 @@ inline void quantize_super_4(float* values, int64_t count, const float* largest,
   }
 }
 
-// Writes the powers of two of an int4 tile.
+// Writes the powers of two of an int4 tile, for outputs whose largest magnitudes are `largest`.
 inline void powers_from_largest(const float* largest, uint8_t* out) {
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
     const vint32 power = power_for(load(largest + first));
@@ -205,7 +206,7 @@ inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* ou
     const vfloat inverse = (vfloat)((254 - scale) << 23);
     for (int64_t i = 0; i < count; ++i) {
       const vfloat value = load(values + first + i * kQuantizedTile), scaled = magnitude(value) * inverse;
-      // Lanes of a comparison are -1. A tie goes to the even code.
+      // Lanes of a true comparison are -1, so the code is -passed. A tie goes to the even code.
       const vint32 passed = (scaled > 0.25f) + (scaled >= 0.75f) + (scaled > 1.25f) + (scaled >= 1.75f) +
                             (scaled > 2.5f) + (scaled >= 3.5f) + (scaled > 5.0f);
       const auto sign = (vint32)((vuint32)value >> 31);
@@ -214,7 +215,7 @@ inline void quantize_group_mxfp4(const float* values, int64_t count, uint8_t* ou
   }
 }
 
-// The same for int8; the scales of the outputs have already been written.
+// Packs a group of inputs of an int8 tile; only the first `count` inputs exist. `scales` are those of the outputs.
 inline void quantize_group_8(const float* values, int64_t count, const float* scales, uint8_t* out) {
   memset(out, 128, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
@@ -229,7 +230,7 @@ inline void quantize_group_8(const float* values, int64_t count, const float* sc
   }
 }
 
-// The same for fp8, for outputs that share one scale.
+// Packs a group of inputs of an fp8 tile, for outputs that share one scale; only the first `count` inputs exist.
 inline void quantize_group_fp8(const float* values, int64_t count, float scale, uint8_t* out) {
   memset(out, 0, static_cast<size_t>(kQuantizedTile * kQuantizedGroup));
   const vfloat divisor = broadcast(scale > 0 ? scale : 1.0f);
@@ -237,7 +238,8 @@ inline void quantize_group_fp8(const float* values, int64_t count, float scale, 
     for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
       const vfloat quotient = load(values + first + i * kQuantizedTile) / divisor, size = magnitude(quotient);
       const vint32 bits = (vint32)size;
-      // Both round to the nearest, ties to even: to 3 bits of mantissa, or below 2^-6 to a multiple of 2^-9.
+      // Both round to nearest, ties to even: `normal` to 3 bits of mantissa, `small`, for sizes below 2^-6, to a
+      // multiple of 2^-9.
       const vint32 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
       const vint32 small = (vint32)(size + 0x1p14f) - (vint32)broadcast(0x1p14f);
       const vint32 code = size < 0x1p-6f ? small : normal;

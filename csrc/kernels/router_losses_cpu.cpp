@@ -31,7 +31,8 @@ S logsumexp_of(S max, S sum, const S* row, int64_t size) {
 namespace pymoe::cpu {
 namespace {
 
-// Holds load / sum of load in the accumulated dtype, followed by kSumLanes zeros for the last vector of a row.
+// The share of each expert, load / sum of load, in the accumulated dtype. It is followed by kSumLanes zeros, for the
+// last vector of a row.
 class Fraction {
  public:
   explicit Fraction(const RouterLossesInput& a) {

@@ -4,7 +4,7 @@
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// The result of one token's row. Scores are e^(l - max) or sigmoid(l).
+// Statistics of one token's row. A score is e^(l - max) with softmax, and sigmoid(l) with sigmoid.
 template <typename S>
 struct RowStatistics {
   S max;                   // of the logits

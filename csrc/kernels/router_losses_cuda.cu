@@ -3,8 +3,9 @@
 // once, for its maximum, and after that from L1: 64 rows of 256 experts are 64 KB. Any number of experts is possible.
 //
 // Forward: a block of 1024 threads takes kLossBlock tokens, one token per group; two of its threads add up the results
-// of the tokens, in order, into the workspace. A second launch of one warp adds up the blocks. So no float is added by
-// atomics, in any order, and no counter must start at zero. Backward: one launch, every gradient written once.
+// of the tokens, in order, into the workspace. A second launch of one warp adds up the blocks. So there are no float
+// atomics, whose order would vary, and no counter that must start at zero. Backward: one launch, every gradient written
+// once.
 //
 // The share f_e of each expert is computed from the load on the device. Every block adds up the loads (integers, so in
 // any order) and fills a table in shared memory; if there are too many experts for a table, f_e is divided at each use.
@@ -61,7 +62,7 @@ PYMOE_DEVICE Fraction<S> find_fraction(const void* load, bool wide, int64_t num_
   return fraction;
 }
 
-// The result of one token's row; scores are e^(l - max) or sigmoid(l).
+// Statistics of one token's row. A score is e^(l - max) with softmax, and sigmoid(l) with sigmoid.
 template <typename S>
 struct RowStatistics {
   S max;  // the greatest logit that is not NaN

@@ -9,16 +9,16 @@
 // (y, load).
 //
 // pymoe::apply_quantized_experts and pymoe::apply_chosen_quantized_experts: as apply_experts and apply_chosen_experts,
-// but with quantised weights and quantized_linear. `layout` holds format and output features of w_in, format and output
-// features of w_out, and maybe what to prefetch (prefetch.h).
+// but with quantised weights and quantized_linear. `layout` contains the format and the number of output features of
+// w_in, then those of w_out, and optionally what to prefetch (prefetch.h).
 //
 // pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: apply_experts and apply_chosen_experts for
-// use with gradients. They also return what the steps of a backward pass read (pymoe/nn/recorded.py), so every step has
-// memory of its own: (y, rows, inner, active, outer, slot, token, offsets), and (load, weights, experts) of the gate.
+// use with gradients. They also return the tensors that a backward pass reads (pymoe/nn/recorded.py): (y, rows, inner,
+// active, outer, slot, token, offsets), and (load, weights, experts) of the gate. So no step reuses memory here.
 //
-// On a GPU on which torch's grouped product multiplies bf16 rows, which adds no bias, apply_experts and
+// torch's grouped product adds no bias. On a GPU on which it multiplies bf16 rows, apply_experts and
 // apply_chosen_experts leave b_in to expert_activation and b_out to combine, as pymoe/nn/apply_experts.py does. The
-// recorded calls are for the CPU (pymoe/nn/recorded.py) and add them in the products.
+// recorded calls are for the CPU (pymoe/nn/recorded.py) and add the biases in the products.
 //
 // Tensors are contiguous, except for the weights and biases of networks that are not quantised.
 #include <torch/csrc/stable/library.h>
@@ -50,7 +50,7 @@ Tensor apply(const Tensor& x, const Routing& routing, const Tensor& weights, con
   return combine_op::combine(rows, slot, weights, networks.left_to_combine(rows), offsets);
 }
 
-// Returns true if, for rows like `x`, the operators after the products must add the biases.
+// Returns true if the biases for rows like `x` are added after the products, by the operators that follow.
 bool adds_later(const Tensor& x) {
   return on_cuda(x) && x.scalar_type() == ScalarType::BFloat16 &&
          grouped_linear_op::torch_multiplies(x.is_cpu() ? 0 : x.get_device_index());
@@ -66,7 +66,7 @@ Routing route(const Tensor& x, const Tensor& experts, int64_t num_experts, std::
   return build_routing_op::build_routing(experts, num_experts, capacity, foreign);
 }
 
-// Networks with weights that are not quantised. `whole` is the promise of grouped_linear (ops/grouped_linear.cpp).
+// Networks whose weights are not quantised. ops/grouped_linear.cpp describes the promise `whole`.
 struct Networks {
   const Tensor &w_in, &w_out;
   const std::optional<Tensor>&b_in, &b_out;

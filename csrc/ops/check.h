@@ -29,7 +29,7 @@ inline std::string shape_of(const Tensor& tensor) {
   return text + ")";
 }
 
-// Prints a part of a message; a tensor is printed as its shape, and only when the message is needed.
+// Returns the text of a part of an error message. A tensor is shown as its shape, which is formatted only on failure.
 inline std::string printable(const Tensor& tensor) { return shape_of(tensor); }
 template <typename Part>
 const Part& printable(const Part& part) {
@@ -80,7 +80,7 @@ inline void require_same_device(const char* operator_name, const char* argument,
   require(tensor.device() == other.device(), operator_name, argument, " is on another device");
 }
 
-// Checks dtype, shape and device; the device must be that of `like`.
+// Throws unless `tensor` has this dtype and shape and is on the device of `like`.
 inline void require_tensor(const char* operator_name, const char* argument, const Tensor& tensor, ScalarType dtype,
                            std::initializer_list<int64_t> sizes, const Tensor& like) {
   require_dtype(operator_name, argument, tensor, dtype);
@@ -147,7 +147,7 @@ inline Score score_named(const char* operator_name, const std::string& name) {
   return name == "softmax" ? Score::kSoftmax : Score::kSigmoid;
 }
 
-// The dtype in which sums over `dtype` are kept and returned: float64 for float64, else float32.
+// Returns the dtype in which sums over `dtype` are kept and returned: float64 for float64, else float32.
 inline ScalarType accumulate_scalar_type(DType dtype) {
   return dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
 }

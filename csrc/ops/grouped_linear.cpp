@@ -67,8 +67,8 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
 // Returns the end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// Returns torch's grouped product of left and right, after `complete` has written zeros into it for all that belongs to
-// no expert.
+// Returns torch's grouped product of `left` and `right`. torch may not write rows without an expert and gradients of
+// experts without rows; `complete` writes zeros to them.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {
@@ -97,7 +97,7 @@ GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& ord
           order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
 }
 
-// Returns `rows` in the form that kernels take: contiguous if there is an order, which is then checked against them.
+// Checks `order` against `rows`, if there is one. Returns `rows` as kernels need them: contiguous if there is an order.
 Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
   if (!order) return rows;
   require_tensor(kName, "order", *order, ScalarType::Int, {rows.size(0)}, rows);

@@ -1,5 +1,5 @@
-// The Python module pymoe._ops. Importing it runs the registrations of this library; it contains facts about its build,
-// and one about a GPU. It is written against the limited API, so one file serves every CPython from 3.10 on.
+// The Python module pymoe._ops. Importing it registers the operators of this library. Its attributes say how it was
+// built, and what a GPU supports. It is written against the limited API, so one file serves every CPython from 3.10 on.
 #include <pyconfig.h>
 
 // Free-threaded CPython cannot load extensions of the limited API.
@@ -39,7 +39,7 @@ int execute(PyObject* module) {
   return 0;
 }
 
-// torch_multiplies(device): see ops/operators.h. It is no operator, because it takes no tensor.
+// torch_multiplies(device): see ops/operators.h. It is a function and not an operator, because it takes no tensor.
 PyObject* torch_multiplies(PyObject*, PyObject* device) {
   const long index = PyLong_AsLong(device);
   if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;

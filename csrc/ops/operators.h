@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> build_routing_of(const gate_topk_op::Chosen& 
 }  // namespace build_routing_op
 
 namespace dispatch_op {
-// `rows`: the result's number of rows S; by default one for each choice.
+// `rows`: the number of rows of the result, S; one per choice by default.
 Tensor dispatch(const Tensor& x, const Tensor& slot, const Tensor& offsets, std::optional<int64_t> rows = std::nullopt);
 }  // namespace dispatch_op
 

@@ -19,16 +19,16 @@
 
 namespace pymoe::ops {
 
-// What is asked for: nothing, what is not in memory, or all, where the system does not tell what is in memory
-// (mincore(2): for files that the process neither owns nor may write).
+// Selects the pages to ask for: none, those that are not in memory, or all. kAll is for files that the process neither
+// owns nor may write: mincore(2) does not tell which of their pages are in memory.
 enum class Prefetch : int64_t { kNothing, kMissing, kAll };
 
-// Linux silently cuts a request to the larger of the disk's largest request and its read_ahead_kb (mm/readahead.c).
-// This is the default of the latter.
+// The size of a request: the default of read_ahead_kb. Linux silently cuts a request to the larger of the disk's
+// largest request and its read_ahead_kb (mm/readahead.c).
 constexpr uintptr_t kRequest = uintptr_t{128} << 10;
 
-// Asks for the pages of `bytes` bytes from `data`. Asking for pages that are in memory takes ten times as long as
-// looking which ones are missing.
+// Asks the system for pages of the `bytes` bytes from `data` on; `what` selects them. Asking for pages that are in
+// memory takes ten times as long as finding out which pages are missing.
 inline void prefetch(const void* data, size_t bytes, Prefetch what) {
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto from = reinterpret_cast<uintptr_t>(data);

@@ -23,7 +23,7 @@ namespace {
 constexpr const char* kName = "quantized_linear";
 constexpr int64_t kMostFeatures = int64_t{1} << 40;  // so that no count of bytes overflows
 
-// What the forward and the gradient of x have in common.
+// The checked arguments that the forward and the gradient of x have in common.
 struct Call {
   DType dtype;
   WeightFormat format;
@@ -36,8 +36,8 @@ struct Call {
   const int32_t* bounds() const { return offsets == nullptr ? all : offsets; }
 };
 
-// Checks all arguments except the bias. `rows` is x, (..., H), or, unless is_forward, the gradient of the result,
-// (..., N); `columns` is the number of columns of what is computed.
+// Checks all arguments of a product or its gradient, except the bias. `rows` is x, (..., H), if is_forward, else the
+// gradient of the result, (..., N). `number` is the number of the weight format. The output has `columns` columns.
 Call checked(bool is_forward, const Tensor& rows, const Tensor& packed, const Tensor* offsets, int64_t number,
              int64_t columns) {
   const char *argument = is_forward ? "x" : "grad", *size = is_forward ? "H" : "N";

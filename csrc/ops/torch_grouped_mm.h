@@ -1,13 +1,15 @@
 // torch's grouped GEMM, aten::_grouped_mm: the arguments that it accepts on CUDA, and the call.
 //
-// Its fast kernel is for bf16 on compute capability 9.x and 10.x. It needs 16-byte alignment of all rows and of every
-// expert's part and at most 1023 experts, and runs on the stream without the host. Everything else goes to a loop over
-// experts that copies the offsets to the host, which no CUDA graph can contain, so everything else is refused here. It
-// trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds before a bias
-// could be added; so unsorted rows and biases are refused, too. (A layer therefore leaves the biases of such products
-// to the operators after them: pymoe/nn/apply_experts.py.) So is compute capability 10.3, on which gradients of NaN are
-// reported and unexplained (pytorch/pytorch#193633), until this product has been measured there. With
-// PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
+// Its fast kernel is for bf16 on compute capability 9.x and 10.x. That kernel needs 16-byte alignment of all rows and
+// of every expert's part and at most 1023 experts, and runs on the stream without the host. For all other arguments,
+// torch runs a loop over experts that copies the offsets to the host, which no CUDA graph can contain; so these
+// arguments are refused here.
+//
+// The fast kernel trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds
+// before a bias could be added; so unsorted rows and biases are refused, too. (A layer therefore leaves the biases of
+// such products to the operators after them: pymoe/nn/apply_experts.py.) Compute capability 10.3 is refused until this
+// product has been measured there, because gradients of NaN have been reported on it and not explained
+// (pytorch/pytorch#193633). With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -87,8 +89,9 @@ inline bool torch_clears_idle_experts(int capability) {
   return capability == 90 && version >= 0x020b && version <= 0x020d;
 }
 
-// (S, H) x (E, H, N) -> (S, N): rows up to ends[0] are multiplied by the first matrix, and so on; or (N, S) x (S, H) ->
-// (E, N, H): sums over the same rows. Like every other product here, it is invisible to autograd.
+// Computes either (S, H) x (E, H, N) -> (S, N), where the first matrix multiplies the rows up to ends[0], and so on; or
+// (N, S) x (S, H) -> (E, N, H), where each sum runs over the rows of one expert. Like every other product here, it is
+// invisible to autograd.
 inline Tensor call_torch_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& ends) {
   struct WithoutGrad {
     bool before = aoti_torch_grad_mode_is_enabled();

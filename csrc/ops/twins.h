@@ -44,7 +44,8 @@ inline bool on_cuda(const Tensor& tensor) {
 #endif
 }
 
-// Selects an argument that differs between the twins: `of_cuda`, which a build without CUDA ignores, or `of_cpu`.
+// Selects an argument that differs between the twins: `of_cuda` if `tensor` is on CUDA, else `of_cpu`. A build without
+// CUDA always selects `of_cpu`.
 #if PYMOE_WITH_CUDA
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (::pymoe::ops::on_cuda(tensor) ? (of_cuda) : (of_cpu))
 #else
@@ -74,7 +75,7 @@ void run(Twins<Arguments> twins, const Arguments& arguments, const Tensor& tenso
 #endif
 }
 
-// `call` calls kFunction, and turns std::invalid_argument into Python's ValueError.
+// Translated<kFunction>::call calls kFunction, and turns std::invalid_argument into Python's ValueError.
 template <auto kFunction, typename Signature = decltype(kFunction)>
 struct Translated;
 template <auto kFunction, typename Result, typename... Parameters>

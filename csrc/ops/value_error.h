@@ -3,8 +3,8 @@
 // torch's operators are called through pybind11, which turns std::invalid_argument into ValueError. From torch 2.15 on,
 // torch turns it into a RuntimeError before pybind11 gets it. No version of torch converts pybind11's own exceptions,
 // so value_error becomes ValueError in all of them. The headers of pybind11 cannot be compiled against Python's limited
-// API, so the two classes are declared here: exceptions of two libraries are the same if their names are, and these
-// names have not changed since pybind11 2.0. If they ever do, the error is a RuntimeError.
+// API, so value_error and its base class are declared here. pybind11 catches them because they have the names of its
+// own classes, which have not changed since pybind11 2.0. If they ever do, the error is a RuntimeError.
 #pragma once
 
 #include <stdexcept>

@@ -29,8 +29,8 @@ bool ThreadActivity::advanced() {
   return std::exchange(seen_, now) != now;
 }
 
-// In the thread's stat file in /proc, the state follows the name, which is in parentheses. The state R means that the
-// thread runs, or would if it got a processor.
+// Reads the state from the thread's stat file in /proc, where it follows the name in parentheses. State R means that
+// the thread runs, or would if it got a processor.
 bool ThreadActivity::ready() const {
   if (thread_ == 0) return true;
   char text[256];

@@ -14,7 +14,7 @@ class ThreadActivity {
   ThreadActivity() = default;
   static ThreadActivity of_this_thread();
 
-  // Returns true if the thread has used a processor since the last call, or if this is the first one. The thread must
+  // Returns true if the thread has used a processor since the last call, or if this is the first call. The thread must
   // not have ended.
   bool advanced();
   // Returns true if the thread runs, or would if it got a processor. Takes ten times as long as advanced().

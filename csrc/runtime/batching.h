@@ -1,7 +1,7 @@
 // The rule that decides when queued requests become a batch: the options of a pool, and the linger.
 //
-// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends; the
-// adaptive one of its three limits is called patience here.
+// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends. It has
+// three limits; the adaptive one is called patience here.
 #pragma once
 
 #include <algorithm>
@@ -47,15 +47,15 @@ class Linger {
 
   explicit Linger(Duration limit) : limit_(limit) {}
 
-  // Notes that a request was queued. `in_flight`: number of requests that are queued or running, including this one.
+  // Records that a request was queued. `in_flight`: number of requests that are queued or running, including this one.
   void arrived(Time now, int64_t in_flight) {
     last_event_ = now;
     expected_ = std::max(expected_, in_flight);
   }
 
-  // Notes that a batch begins while `queued` requests are in the queue. If more were expected, waiting was useless, and
-  // the patience is halved. If all have arrived, and more than one was expected when the last batch ended, waiting
-  // paid, and the patience is doubled.
+  // Records that a batch begins while `queued` requests are in the queue. If more requests were expected, waiting for
+  // them was useless, and the patience is halved. If all have arrived, and more than one was expected when the last
+  // batch ended, waiting was worthwhile, and the patience is doubled.
   void started(int64_t queued) {
     if (queued < expected_) {
       patience_ = std::max(patience_ / 2, kLeastPatience);
@@ -71,7 +71,8 @@ class Linger {
     batch_ = batch_ == Duration::zero() ? took : (batch_ * 3 + took) / 4;
   }
 
-  // Returns true if all expected requests are queued: as many as when a batch last began, or as were in flight since.
+  // Returns true if as many requests are queued as can be expected: as many as were queued when the last batch began
+  // or, if more, as many as have been in flight since.
   bool complete(int64_t queued) const { return queued >= expected_; }
 
   // Returns the time until which waiting is worthwhile for an incomplete queue whose oldest request arrived at

@@ -28,7 +28,7 @@
 
 namespace pymoe::runtime {
 
-// The error of an operation that was dropped before it, or all of it, had started.
+// The error of an operation that was dropped before it started or, if it runs in parts, before its last part started.
 class Cancelled : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -110,7 +110,7 @@ class Completion {
  protected:
   Completion() = default;
 
-  // Reverses claim(), if its caller has not run the operation: the operation is pending again.
+  // Undoes claim(): the operation is pending again. Call only after claim(), if the operation has not been run.
   void unclaim() { stage_.store(Stage::kPending, std::memory_order_release); }
 
  private:

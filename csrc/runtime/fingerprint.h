@@ -1,4 +1,4 @@
-// Fingerprints of memory: if two of the same round differ, the memory was written to in between.
+// Fingerprints of memory: if two fingerprints of the same round differ, the memory was written to in between.
 //
 // Memory of up to kWholeBytes bytes is read completely, as is larger memory if the caller asks for it. Otherwise kLines
 // lines of 64 bytes are read: the first, the last, and one line of each of kLines - 2 equal parts between them. The

@@ -91,7 +91,7 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
     ParallelFor& owner;
   };
 
-  // Checks, once per span of the limit, whether the waiting thread makes progress without workers.
+  // Checks once per inline limit whether the waiting thread makes progress; if not, workers make the remaining calls.
   struct Watch final : Job {
     explicit Watch(ParallelFor& owner) : owner(owner) {}
     void run() noexcept override {
@@ -136,7 +136,8 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
 
   // --- call these with the lock held; they may release it for a while ---
 
-  // Makes calls until none is left, or until leave() returns true: then other threads make the rest, if they can.
+  // Makes calls until none is left, or until leave() returns true and other threads can make the rest. `ticket`: true
+  // if the caller is a ticket.
   template <typename Leave>
   void work(Lock& lock, bool ticket, const Leave& leave) {
     while (next_ < count_) {
@@ -204,8 +205,8 @@ class ParallelFor final : public Completion<Sync>, public std::enable_shared_fro
   Ticket ticket_{*this};
   Watch watch_{*this};
   typename Sync::Mutex mutex_;  // guards the rest
-  // Errors and the numbers of the calls that threw them. All are kept until the run is destroyed, because destroying an
-  // error may take another lock, such as the interpreter's.
+  // The numbers of the calls that threw, with their errors. All are kept until the run is destroyed, because destroying
+  // an error may take another lock, such as the interpreter's.
   std::vector<std::pair<int, std::exception_ptr>> failures_;
   int next_ = 0;       // the next call to start
   int running_;        // number of calls that have neither ended nor been dropped

@@ -24,7 +24,7 @@ class DeadlineExceeded : public std::runtime_error {
 template <typename Sync>
 class RequestQueue;
 
-// A number of rows for a pool's batch function. Derived classes define the content of the rows.
+// A request to process a number of rows in a pool's batches. Derived classes define the content of the rows.
 template <typename Sync>
 class Request : public Completion<Sync> {
  public:
@@ -47,7 +47,7 @@ class Request : public Completion<Sync> {
   using ByRank = std::multimap<Time, std::shared_ptr<Request>>;  // rank in the queue: arrival - head_start
   using ByTime = std::multimap<Time, Request*>;
 
-  // The request's position in its queue. The queue's lock guards these members.
+  // The state of the request in its queue. The queue's lock guards these members.
   Time arrival_{};
   int64_t next_row_ = 0;  // the first row that no batch has taken yet
   bool queued_ = false;
@@ -83,7 +83,8 @@ class BatchFunction {
   // Returns true if a batch that threw `error` changed nothing, so that parts of it may run again.
   virtual bool may_retry([[maybe_unused]] const std::exception_ptr& error) { return true; }
 
-  // Must call end() once. end() ends the finished requests of a batch and so wakes the threads that wait for them.
+  // Delivers the results of a batch. Must call end() once, which ends the finished requests of the batch and so wakes
+  // the threads that wait for them.
   virtual void deliver(const std::function<void()>& end) { end(); }
 };
 

@@ -52,7 +52,8 @@ class RequestQueue {
     linger_.arrived(now, requests() + running_);
   }
 
-  // Returns kNow, kNever, or the time at which the next batch should run if nothing else arrives.
+  // Returns the time at which the next batch should run if no other request arrives: kNow if it is ready, kNever if it
+  // must wait for more requests.
   Time ready_at() const {
     if (queue_.empty()) return kNever;
     if (rows_ >= options_.max_batch_size) return kNow;
@@ -91,7 +92,7 @@ class RequestQueue {
     return batch;
   }
 
-  // Takes back slices that take() returned and that did not run: each request returns to its place.
+  // Takes back slices that take() has returned but that have not run. Each request returns to its place in the queue.
   void put_back(std::span<const Slice<Sync>> batch) {
     for (size_t i = batch.size(); i-- > 0;) {
       const auto& [request, begin, end] = batch[i];
@@ -109,7 +110,7 @@ class RequestQueue {
     }
   }
 
-  // Notes that the batch with a slice of this request has ended. Returns true if the request's remaining rows were
+  // Records that the batch with a slice of this request has ended. Returns true if the request's remaining rows were
   // withdrawn.
   bool returned(Request<Sync>& request) {
     request.in_batch_ = false;
@@ -137,7 +138,7 @@ class RequestQueue {
     return result;
   }
 
-  // Notes the end of a batch that took `took` and completed `requests` requests.
+  // Records the end of a batch that took `took` and completed `requests` requests.
   void ended(int64_t requests, Time now, typename Sync::Duration took) {
     running_ -= requests;
     linger_.ended(now, took);

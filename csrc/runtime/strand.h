@@ -255,7 +255,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return made;
   }
 
-  // Returns the pool and queue of the next batch, or nulls.
+  // Returns the pool and the queue of the next batch; both are null if no batch is ready.
   std::pair<Pool*, Queue*> choose(Time now) const {
     std::pair<Pool*, Queue*> best{nullptr, nullptr};
     for (Pool* pool : pools_) {
@@ -267,7 +267,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
 
   // Runs one batch, if one is ready and no other thread runs a batch of this strand; the lock is released meanwhile.
   // Returns true if it ran a batch, or ended requests that had expired. If the batch was interrupted, throws
-  // Interrupted with the lock released, because this thread is needed elsewhere.
+  // Interrupted with the lock released, because the interrupt is meant for this thread's own code.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();
@@ -345,7 +345,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     }
   }
 
-  // Runs slices as one batch. If it fails, and the pool isolates, runs each half again in the same way.
+  // Runs slices as one batch. If the batch fails, and the pool has the option `isolate`, runs each half of it again in
+  // the same way.
   void execute(Pool& pool, std::span<const Slice<Sync>> batch, std::span<Outcome> outcomes) {
     std::exception_ptr error;
     try {

@@ -56,7 +56,7 @@ struct SystemSync {
     Condition& operator=(const Condition&) = delete;
 
     void wait(std::unique_lock<Mutex>& lock) { pthread_cond_wait(&condition_, lock.mutex()->native_handle()); }
-    // Returns false if `until` has passed.
+    // Waits for a notification, or until `until`. Returns false if `until` has passed.
     bool wait_until(std::unique_lock<Mutex>& lock, Time until) {
       const auto seconds = std::chrono::floor<std::chrono::seconds>(until);
       const timespec at{seconds.time_since_epoch().count(), std::chrono::nanoseconds(until - seconds).count()};
@@ -70,8 +70,8 @@ struct SystemSync {
   };
 
   static Time now() { return Clock::now(); }
-  // A thread that works for another one, which waits for it, adopts the other's ID, so that both share their waits and
-  // turns (waits.h).
+  // A thread that works for a waiting thread adopts that thread's ID, so that the waits and turns of both count as one
+  // thread's (waits.h).
   static ThreadId this_thread() { return own_id(); }
   static void adopt(ThreadId id) { own_id() = id; }
   static int& batches_on_this_thread() {

@@ -43,7 +43,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   using RequestPointer = std::shared_ptr<Request<Sync>>;
   using Requests = std::vector<RequestPointer>;
 
-  // Throws std::invalid_argument for invalid options.
+  // Returns a new pool of the strand. Throws std::invalid_argument for invalid options.
   static std::shared_ptr<TaskPool> create(std::string name, const BatchingOptions<Sync>& options,
                                           std::shared_ptr<BatchFunction<Sync>> function,
                                           std::shared_ptr<Strand<Sync>> strand) {
@@ -116,8 +116,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return wait(request, until, [&](Time at) { strand_->wait(*request, at, help); });
   }
 
-  // Waits by calling rest(at) repeatedly, which must wait for the request and return by the time `at`. Returns true
-  // once the request is done, false if it is not done by `until`.
+  // Waits by calling rest(at) repeatedly, which must wait for the request until `at` at most. Returns true once the
+  // request is done, false if it is not done by `until`.
   template <typename Rest>
   bool wait(const RequestPointer& request, Time until, const Rest& rest)
     requires std::invocable<const Rest&, Time>
@@ -175,7 +175,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     strand_->changed_.notify_all();
   }
 
-  // Completes every request that has not begun, or needs further batches, with Cancelled(reason).
+  // Ends, with Cancelled(reason), every request that has not begun or needs further batches.
   void cancel_all(const std::string& reason) {
     Requests cleared;
     {
@@ -191,7 +191,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     cancel_all(cleared, reason);
   }
 
-  // Completes every request whose deadline has passed with DeadlineExceeded.
+  // Completes, with DeadlineExceeded, every request whose deadline has passed.
   void expire() {
     Requests expired;
     typename Strand<Sync>::Plan plan;
@@ -225,7 +225,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
            std::shared_ptr<Strand<Sync>> strand)
       : name_(std::move(name)), options_(options), function_(std::move(function)), strand_(std::move(strand)) {}
 
-  // --- the strand's part; its mutex is held ---
+  // --- called by the strand, which holds its mutex ---
 
   // Returns the queue of the next batch, or null if none is ready by `now`.
   Queue* ready_queue(Time now) {
@@ -256,7 +256,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }
 
-  // Notes that requests and rows have left the queue, which makes room.
+  // Records that requests and rows have left the queue, and wakes the threads that wait for room.
   void left_queue(int64_t requests, int64_t rows) {
     queued_ -= requests;
     statistics_.queued.add(-requests);
@@ -266,7 +266,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     if (strand_->watching_ > 0) strand_->changed_.notify_all();
   }
 
-  // Notes that a batch was taken from a queue, at `now`.
+  // Updates the pool's counters after `batch` and the expired requests were taken from a queue, at `now`.
   void taken(const std::vector<Slice<Sync>>& batch, const Requests& expired, Time now) {
     int64_t rows = 0, requests = static_cast<int64_t>(expired.size());
     for (const auto& request : expired) rows += request->rows;
@@ -281,7 +281,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     left_queue(requests, rows);
   }
 
-  // Notes the end of a batch; returns the requests that are done, with their errors.
+  // Updates the pool after a batch, and puts back slices that must run again. Returns the requests that are done, each
+  // with its error, which is null on success.
   std::vector<std::pair<RequestPointer, std::exception_ptr>> settle(Queue& queue, std::span<const Slice<Sync>> batch,
                                                                     std::span<const Outcome> outcomes, Time start,
                                                                     Time end) {

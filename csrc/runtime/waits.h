@@ -7,10 +7,10 @@
 //     while (!waits.enter(turn, until)) ...  // a turn admits one thread, and those for which that thread waits
 //     waits.leave(turn);
 //
-// Blocker    The blocker of a waiting thread is the thread that runs a batch of the strand whose request it needs, or
-//            the holder of the turn that it needs. A thread that runs a batch of that strand itself has no blocker.
-// Never      A wait that leads back to itself through waits without a limit cannot end: the last one to begin throws,
-//            with the names of the pools. Waits for a turn are not part of such a cycle, since they end.
+// Blocker    A waiting thread's blocker is the thread for which it waits: for a request, the thread that runs a batch
+//            of the request's strand; for a turn, its holder. A thread that itself runs that batch has no blocker.
+// Never      If the blockers of waits without a limit form a cycle, none of them can end: the last one to begin throws,
+//            with the names of the pools. Waits for a turn do not count for this, since they end.
 // Turns      Turns are re-entrant. If a turn's holder waits, it lends the turn to the thread for which it waits,
 //            directly or through others, as if that thread ran on the holder's own thread (on a single worker it does).
 //            The last thread to enter leaves first; a holder whose wait ends earlier (end() then returns false) must
@@ -29,7 +29,8 @@
 
 namespace pymoe::runtime {
 
-// A resource that one pass at a time may use; its address identifies it.
+// A resource that one thread at a time may use, together with the threads for which it waits. The address of a Turn
+// identifies it.
 struct Turn {
   char unused = 0;
 };
@@ -40,7 +41,7 @@ class Waits {
   using Time = typename Sync::Time;
   using ThreadId = typename Sync::ThreadId;
 
-  // Returns true if others may wait for this thread: if it is inside a batch, or holds a turn.
+  // Returns true if other threads may be waiting for this thread, because it runs a batch or has a turn.
   bool concern_this_thread() const {
     if (Sync::batches_on_this_thread() > 0) return true;
     const std::lock_guard lock(mutex_);
@@ -70,7 +71,8 @@ class Waits {
     if (wanting_ > 0) changed_.notify_all();
   }
 
-  // Ends this thread's latest wait. Returns false if another thread still has a turn that this one lent.
+  // Ends this thread's latest wait. Returns false if the thread has lent a turn that is not back yet; then call
+  // regain().
   bool end() {
     const std::lock_guard lock(mutex_);
     forget_wait(Sync::this_thread());
@@ -101,7 +103,7 @@ class Waits {
     return true;
   }
 
-  // Gives back the turn that this thread entered last; does nothing if it never entered it (in a forked child).
+  // Undoes this thread's latest enter(turn). Does nothing if there is none, as in a forked child.
   void leave(const Turn& turn) {
     const std::lock_guard lock(mutex_);
     const ThreadId me = Sync::this_thread();
@@ -128,8 +130,8 @@ class Waits {
 
   // --- with the lock held ---
 
-  // Returns the latest of a thread's waits, or null. Earlier ones belong to the outer batches, if the thread helps with
-  // batches while it waits.
+  // Returns the latest wait of a thread, or null. The thread may have several, because it may run batches while it
+  // waits, and these may wait in turn.
   const Wait* wait_of(ThreadId thread) const {
     for (size_t i = waits_.size(); i-- > 0;) {
       if (waits_[i].thread == thread) return &waits_[i];

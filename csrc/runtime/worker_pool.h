@@ -362,7 +362,8 @@ class WorkerPool {
   void refuse_on_worker() const {
     if (on_worker()) throw std::logic_error("WorkerPool: a worker cannot wait for the end of its own pool");
   }
-  // Call after request_stop. Waits for the watcher first: after its end, no thread starts or joins workers.
+  // Waits until all threads have ended. Call after request_stop. The watcher is joined first, because it starts and
+  // joins workers until it ends.
   void join() {
     const std::lock_guard joining(join_mutex_);
     if (watcher_.joinable()) watcher_.join();

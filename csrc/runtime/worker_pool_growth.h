@@ -65,7 +65,8 @@ auto WorkerPool<Sync>::look(Lock& lock, Time now) -> Time {
   const size_t wanted = std::min(unserved(now), room);
   int active = 0;
   for (const auto& worker : workers_) {
-    // Also checks ready(): a thread that only lacks a processor is active, too.
+    // ready() is slower than advanced(), so it is called only when needed. It recognises active threads that lack a
+    // processor.
     const bool closely = wanted > 0 && now - worker->since >= growth_.still;
     if (worker->activity.advanced() || (closely && worker->activity.ready())) worker->since = now;
     active += now - worker->since < growth_.still;

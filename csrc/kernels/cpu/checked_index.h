@@ -1,4 +1,4 @@
-// Checks of the indices that a CPU kernel is given; it trusts none of them. The messages are the same as in
+// Checks of the indices that are passed to a CPU kernel, which trusts none of them. The error messages are those of
 // pymoe.reference.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Check of the offsets of experts' rows that a CPU kernel is given. The messages are the same as in pymoe.reference.
+// Checks the offsets of experts' rows that are passed to a CPU kernel. The error messages are those of pymoe.reference.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Check of the order of experts' rows that a CPU kernel is given. The messages are the same as in pymoe.reference.
+// Checks the order of rows that is passed to a CPU kernel. The error messages are those of pymoe.reference.
 #pragma once
 
 #include <cstdint>

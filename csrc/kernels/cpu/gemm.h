@@ -55,8 +55,9 @@ struct Gemm {
   int64_t k;
   bool leaves_cache = false;  // true if C is not read soon: 16-bit results may bypass the caches
 
-  // Row i of A and of C is stored as row rows[i], and step p of k as column steps[p] of A and row steps[p] of B; null:
-  // in order. With `rows`, the rows of A must be contiguous; with `steps`, the columns of A and the rows of B.
+  // `rows` and `steps` are orders: row i of A and of C is stored as row rows[i], and step p of k as column steps[p] of
+  // A and row steps[p] of B. A null pointer stands for the natural order. With `rows`, the rows of A must be
+  // contiguous; with `steps`, the columns of A and the rows of B.
   const int32_t* rows = nullptr;
   const int32_t* steps = nullptr;
 };
@@ -77,7 +78,8 @@ PYMOE_INLINE int64_t move_to(const int32_t* order, int64_t i, int64_t stride) {
   return order == nullptr ? i * stride : 0;
 }
 
-// A caller that cuts C into blocks should use this size: with smaller blocks, operands would be packed more often.
+// A caller that cuts C into blocks should use blocks of this size: with smaller ones, operands would be packed more
+// often.
 inline constexpr int64_t kGemmBlockRows = 768;
 inline constexpr int64_t kGemmBlockColumns = 1024;
 
@@ -115,7 +117,8 @@ class ThreadBuffer {
   int64_t capacity_ = 0;
 };
 
-// Returns the front of `memory`, and moves `memory` past `count` elements, rounded up to whole cache lines.
+// Allocates `count` elements at the start of `memory`: returns their address, and moves `memory` past them by a
+// multiple of the size of a cache line.
 template <typename S>
 S* carve(S*& memory, int64_t count) {
   S* begin = memory;
@@ -123,8 +126,8 @@ S* carve(S*& memory, int64_t count) {
   return begin;
 }
 
-// Writes `columns` elements: the bias of C's columns in the type of the sums, and zeros past column n or if there is no
-// bias.
+// Writes the bias of the first `columns` columns of C to `bias`, in the type of the sums. Writes zeros past column n,
+// or for all columns if there is no bias.
 template <typename T>
 void widen_bias(const Gemm<T>& g, int64_t columns, accumulate_t<T>* bias) {
   for (int64_t j = 0; j < columns; ++j) {

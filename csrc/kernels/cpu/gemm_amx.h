@@ -1,13 +1,14 @@
 // The gemm of bf16 with AMX tiles (see gemm.h and amx_tiles.h; no include guard on purpose).
 //
-// The tiles of some rows of A, along a block of k, are packed once and stay in the second-level cache. B is then read
-// some columns at a time, and these are multiplied by all of the packed rows. B is the factor for which its memory need
-// not be transposed: the left factor if it is contiguous along k, and its tiles are then usually read in place;
-// otherwise the right factor. With B as the left factor, the sums are tiles of C's transpose, and they are transposed
-// when they are rounded.
+// For each block of k, some rows of A are packed into tiles, which stay in the second-level cache. Then B is read a few
+// columns at a time, and these are multiplied by all packed rows. B is the left factor of the instruction if it is
+// contiguous along k, and its tiles are then usually read in place; otherwise it is the right factor. In both cases no
+// transposition of B in memory is needed. With B as the left factor, the tiles of sums are those of C's transpose, and
+// are transposed when they are rounded.
 //
-// An element of C is the sum over tiles of 32 steps of k in ascending order, added as in amx_tiles.h, plus its bias. It
-// does not depend on the number of rows, the layout or the blocks: sums that wait for the next block of k are fp32.
+// The sum for an element of C takes 32 steps of k (one tile) at a time, in ascending order, as in amx_tiles.h; then the
+// bias is added. The result does not depend on the number of rows, the layout or the blocks: between blocks of k, sums
+// are kept in fp32.
 //
 // `Tiles` is AmxTiles, or its replacement in the tests (tests/cpp/emulated_tiles.h).
 // clang-format off: each depends on those before it
@@ -44,7 +45,7 @@ template <typename Tiles>
 using TileKernel = void (*)(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right,
                             RowsAhead& ahead);
 
-// Adds the products along `steps` tiles of k to the kLeft x kRight sum tiles, which are tiles 0 to 3 in row-major
+// Adds the products along `steps` tiles of k to kLeft x kRight tiles of sums, which are tiles 0 to 3 in row-major
 // order.
 template <int kLeft, int kRight, typename Tiles>
 void multiply_tiles(Tiles& tiles, int64_t steps, const TileStrip& left, const TileStrip& right, RowsAhead& ahead) {
@@ -85,7 +86,7 @@ PYMOE_INLINE void for_tiles(int64_t count, const F& f) {
   if (count > 3) f.template operator()<3>();
 }
 
-// The sums of a block of C: those of its tile (ta, tb) are at sums + (ta * stride + tb) * 256.
+// The sums of a block of C. The 256 sums of its tile (ta, tb) begin at sums + (ta * stride + tb) * 256.
 struct TileSums {
   int64_t row;
   int64_t column;
@@ -122,8 +123,8 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
   const TileSource a{g.a, g.a_row_stride, g.a_column_stride, g.rows, g.steps};
   const TileSource b{g.b, g.b_column_stride, g.b_row_stride, nullptr, g.steps};
   const auto tiles_of = [](int64_t items) { return (items + kTileItems - 1) / kTileItems; };
-  // Numbers of tiles of A and of B that are multiplied together. With one tile of A and B as the left factor, one tile
-  // of B is used as well, because memory is faster if fewer lines of B are read at a time.
+  // Numbers of tiles of A and of B that are multiplied together. If A has only one tile and B is the left factor, a
+  // single tile of B is used, because memory is faster if fewer lines of B are read at a time.
   const int64_t side_a = m <= kTileItems ? 1 : 2, side_b = kLeftB && side_a == 1 ? 1 : 4 / side_a;
   const int64_t block_m = side_a * kTileItems, block_n = side_b * kTileItems;
   const int64_t groups_a = tiles_of(m), groups_b = tiles_of(g.n), padded_n = round_up(g.n, 2 * kTileItems);
@@ -165,7 +166,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
     for (int64_t j0 = 0; j0 < g.n; j0 += chunk) {
       const int64_t columns = std::min(chunk, g.n - j0);
       const bool reads_b = in_place && columns == chunk;
-      // The part to prefetch: the next columns, or the first columns of the next block of k.
+      // Prefetch the part of B that is used next: the next columns, or the first columns of the next block of k.
       const bool here = j0 + chunk < g.n;
       const int64_t column = here ? j0 + chunk : 0, q = here ? p : p + k;
       const int64_t next_k = here ? k : std::min(block_k, g.k - q), next_columns = std::min(chunk, g.n - column);
@@ -239,8 +240,8 @@ void gemm_amx(const Gemm<BFloat16>& g) {
 #if PYMOE_ISA_LEVEL == 4
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
-  // Each pass over B multiplies about as many rows of A as its packed panels have room for, or twice as many if each
-  // pass must pack B. Passes have nearly equal sizes, so that none has only a few rows.
+  // Each pass over B multiplies about as many rows of A as the packed panels of A have room for, or twice as many if
+  // each pass must pack B. Passes have nearly equal sizes, so that none has only a few rows.
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
   const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
   const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);

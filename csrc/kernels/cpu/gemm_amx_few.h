@@ -1,9 +1,9 @@
 // The sums of gemm_amx.h computed with vectors, for few rows of A and a B whose rows are contiguous (see gemm_amx.h; no
 // include guard on purpose).
 //
-// For tiles, such a B would have to be packed, which takes longer than reading it. Fused multiply-adds read it in
-// place, and for so few rows they keep up with memory. They add in the order of amx_tiles.h and treat subnormals as
-// zero, and so give the same bits, except in NaNs.
+// AMX tiles would require packing such a B, which takes longer than reading it. Fused multiply-adds read it in place,
+// and for so few rows they keep up with memory. They add in the order of amx_tiles.h and treat subnormals as zero, so
+// their results are the same bit for bit, except for the bits of NaNs.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
@@ -24,8 +24,8 @@ class FlushesSubnormals {
   unsigned before_;
 };
 
-// Adds the products of `steps` steps of k, at most a tile's 32, to kRows rows of `columns` sums. In each strip of
-// sums[i], the even columns precede the odd ones. `a` contains kAmxVectorRows values for each of 32 steps, zeros for
+// Adds the products of up to 32 steps of k (`steps`) to kRows rows of `columns` sums. A row of sums consists of strips;
+// in each, the even columns precede the odd ones. `a` contains kAmxVectorRows values for each of 32 steps, zeros for
 // missing steps. For each line of B that is read, the line `ahead` bytes later is prefetched.
 template <int kRows>
 __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, int64_t b_row_stride, int64_t steps,

@@ -10,9 +10,9 @@ inline constexpr int64_t kTileItems = 16, kTileDepth = 32;
 inline constexpr int64_t kTileElements = 512, kTileBytes = 1024;
 inline constexpr int64_t kTileSums = 256;  // number of sums in a tile of C
 
-// The memory of an operand. Item i is stored as item items[i], and step p as step steps[p]; null: in order. With
-// `items`, each item must be contiguous along k; with `steps`, each step must be contiguous along the items (see
-// gemm.h).
+// The memory of an operand. `items` and `steps` are orders: item i is stored at position items[i], step p at position
+// steps[p]. A null pointer stands for the natural order. With `items`, each item must be contiguous along k; with
+// `steps`, each step must be contiguous along the items (see gemm.h).
 struct TileSource {
   const BFloat16* data;
   int64_t item_stride;

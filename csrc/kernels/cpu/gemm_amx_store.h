@@ -26,8 +26,8 @@ PYMOE_INLINE TileRow round_row(vfloat low, vfloat high) {
 }
 #endif
 
-// Adds the bias, 32 values, to two adjacent tiles of sums and writes them, rounded, to `rows` as 16 rows of 32 columns
-// of C. kTransposed: a row of a sum tile is a column of C.
+// Adds the bias, 32 values, to two adjacent tiles of sums, rounds the results and writes them to `rows`: 16 rows of 32
+// columns of C. kTransposed: a row of a sum tile is a column of C.
 template <bool kTransposed>
 PYMOE_INLINE void round_sums(const float* first, const float* second, const float* bias, TileRow (&rows)[16]) {
 #if PYMOE_ISA_HAS_BF16

@@ -29,7 +29,8 @@ inline constexpr int64_t kBlockRows =
 
 template <typename T>
 void gemm(const Gemm<T>& g) {
-  // A with one column and B with one row are contiguous both along and across k; they count as contiguous across k.
+  // If k is 1, A with one column and B with one row are contiguous both along and across k. They count as contiguous
+  // across k.
   if (g.a_column_stride == 1 && g.b_row_stride == 1 && !(g.a_row_stride == 1 && g.b_column_stride == 1)) {
     if constexpr (kNtPacks<T>) {
       if (nt_packs<T>(g.m, g.k)) return gemm_nt_packed(g);
@@ -48,11 +49,11 @@ void gemm(const Gemm<T>& g) {
   // lines and pages.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
-  // Sums are kept in C itself if its type allows that. Otherwise they are kept separately and rounded at the end: the
-  // sums of one panel if k is one block, or all of them.
+  // Sums are kept in C itself if its type allows that. Otherwise they are kept in a buffer, and rounded at the end: a
+  // buffer for one panel of rows if k is a single block, else for all of C.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
-  // Number of columns of B that are read in place at a time; not 0 only for few rows and a B with contiguous rows.
+  // Number of columns of B that are read in place at a time; 0 unless there are few rows and B's rows are contiguous.
   const int64_t in_place = g.m > 0 && g.m <= kInPlaceRows && g.b_column_stride == 1 && g.steps == nullptr
                                ? in_place_columns<T>(std::min<int64_t>(g.m, kTileRows), g.n)
                                : 0;
@@ -126,7 +127,8 @@ void gemm(const Gemm<T>& g) {
           pack<kTileColumns<S>>(g.b + move_to(g.steps, p, g.b_row_stride) + j * g.b_column_stride, g.b_column_stride,
                                 g.b_row_stride, std::min(ahead, g.n - j), k, panel_b, nullptr, order_from(g.steps, p));
           if (g.b_column_stride == 1) {
-            // The next part to pack: the next columns, or the first columns of the next block of k.
+            // Prefetch the part of B that is packed next: the next columns, or the first columns of the next block of
+            // k.
             const bool here = j + ahead < g.n;
             const int64_t column = here ? j + ahead : unpacked, begin = here ? p : p + k;
             const int64_t tiles = ahead / kColumns * ((rows + kTileRows - 1) / kTileRows);

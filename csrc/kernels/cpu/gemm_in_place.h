@@ -19,12 +19,12 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// For up to this many rows, the hardware prefetcher alone is faster than with prefetch instructions. It is 0 for 16-bit
-// elements.
+// For up to this many rows of A, the hardware prefetcher alone is faster than with prefetch instructions. For 16-bit
+// elements it never is.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 
-// Multiplies a few rows of B at a time, along all columns, while the next few are prefetched.
+// Takes a few rows of B at a time, multiplies them along all columns, and prefetches the next few rows meanwhile.
 template <typename T, int kRows>
 void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYMOE_RESTRICT b, int64_t b_row_stride,
                      int64_t columns, accumulate_t<T>* PYMOE_RESTRICT sums) {
@@ -34,7 +34,7 @@ void in_place_kernel(int64_t k, const panel_t<T>* PYMOE_RESTRICT a, const T* PYM
   const auto run = [&]<int kSteps>(std::integral_constant<int, kSteps>, int64_t p) __attribute__((always_inline)) {
     const T* rows = b + p * b_row_stride;
     const panel_t<T>* left = a + p / kDepth * kTileRows;
-    // An integer, not a pointer, because there may be no memory after the last row.
+    // An integer, because a pointer past B's memory would be invalid: there may be no next row.
     const auto next =
         reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(kSteps * kDepth * b_row_stride) * sizeof(T);
     for (int64_t j = 0; j < columns; j += kWidth) {
@@ -81,8 +81,8 @@ InPlaceKernel<T> in_place_kernel_for(int64_t rows) {
   }(std::make_integer_sequence<int, kTileRows>{});
 }
 
-// Returns how many of the `columns` columns of B are multiplied at a time by a panel of `rows` rows; 0 if B has too few
-// columns.
+// Returns the number of columns of B that a panel of `rows` rows multiplies at a time; 0 if `columns`, the number of
+// columns of B, is too small.
 template <typename T>
 int64_t in_place_columns(int64_t rows, int64_t columns) {
   const int64_t fitting = kInPlaceBytes / static_cast<int64_t>(sizeof(accumulate_t<T>)) / rows;

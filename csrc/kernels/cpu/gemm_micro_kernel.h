@@ -200,7 +200,8 @@ PYMOE_INLINE void for_tile(E* c, int64_t c_stride, const int32_t* order, int64_t
   for (int64_t i = 0; i < rows; ++i) memcpy(c + order[i] * c_stride, copy + i * kStride, bytes);
 }
 
-// Returns the kernel for a tile of `rows` rows, 1 <= rows <= kTileRows: the tiles at C's lower edge are not padded.
+// Returns the kernel for tiles of `rows` rows, 1 <= rows <= kTileRows. (Tiles at C's lower edge have fewer than
+// kTileRows rows.)
 template <typename T>
 MicroKernel<T> micro_kernel_for(int rows) {
   return [rows]<int... i>(std::integer_sequence<int, i...>) {

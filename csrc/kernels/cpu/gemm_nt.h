@@ -76,8 +76,8 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// Largest number of rows for which nt_stream is used, if a row of A has at most kNtLineBytes; for longer rows it is
-// two. Up to these limits nt_stream was faster than nt_tile on a Zen 5.
+// Largest number of rows for which nt_stream is used if a row of A has at most kNtLineBytes. For longer rows of A, the
+// limit is two. Up to these limits nt_stream was faster than nt_tile on a Zen 5.
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 
@@ -118,8 +118,8 @@ void nt_tile(const NtBlock<T>& block) {
 #pragma GCC unroll 4
       for (int j = 0; j < kAhead; ++j) __builtin_prefetch(block.ahead[j] + p * static_cast<int64_t>(sizeof(T)), 0, 2);
     }
-    // All vectors of the first operand are loaded, then one vector of the second at a time. With AVX2, sums take twelve
-    // of the 16 registers, so the first operand must be A, which needs only three.
+    // Load all vectors of the first operand, then one vector of the second at a time. With AVX2, sums take twelve of
+    // the 16 registers, so the first operand must be A, which needs only three.
 #if PYMOE_ISA_LEVEL != 3
     vector_t<T> right[kNtColumns];
 #pragma GCC unroll 4
@@ -229,8 +229,9 @@ NtTile<T> nt_stream_for(int64_t rows) {
   }(std::make_integer_sequence<int, kNtStreamRows<T>>{});
 }
 
-// Returns a pointer to `rows` rows of A, starting at `first`, as elements of NtProduct<T>::Row, and their stride: in
-// place if possible, otherwise a copy in `scratch`, widened and in order.
+// Returns a pointer to `rows` rows of A, from row `first` on, and their stride. The rows begin at step p of k and are
+// elements of NtProduct<T>::Row. The pointer is into A if its elements have that type and the rows are consecutive;
+// otherwise the rows are copied to `scratch`.
 template <typename T>
 PYMOE_INLINE std::pair<const typename NtProduct<T>::Row*, int64_t> nt_rows(const Gemm<T>& g, int64_t first,
                                                                            int64_t rows, int64_t p, int64_t k,
@@ -306,8 +307,8 @@ void gemm_nt(const Gemm<T>& g) {
       const auto tile = streams       ? nt_stream_for<T>(rows)
                         : passes == 1 ? nt_tile_for<T, 4>(rows)
                                       : nt_tile_for<T, 2>(rows);
-      // Each of the four columns of a step has a line to prefetch in the next block. A single pass prefetches all four,
-      // each of two or three passes two, and each of more passes one.
+      // In each step, one line per column (there are four) could be prefetched for the next block. A single pass over B
+      // prefetches all four lines, each of two or three passes two, and each of more passes one.
       const int64_t lines = passes == 1 ? 4 : passes < 4 ? 2 : 1, line = std::min(pass * lines, kNtColumns - lines);
       int64_t p = 0;
       do {

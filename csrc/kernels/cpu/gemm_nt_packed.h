@@ -10,9 +10,9 @@ namespace pymoe::cpu::PYMOE_ISA {
 template <typename T>
 inline constexpr bool kNtPacks = PYMOE_ISA_LEVEL >= 3 && std::is_same_v<accumulate_t<T>, float>;
 
-// Returns true if this was faster than gemm_nt on a Zen 5, with AVX2 and with AVX-512: for many rows, and for fewer
-// rows if k is large. (Panels of widened elements take more memory than the elements themselves, so they need many
-// rows.)
+// Returns true for the shapes in which gemm_nt_packed was faster than gemm_nt on a Zen 5, with AVX2 and with AVX-512:
+// many rows or, in some cases, fewer rows with a large k. (Panels of widened elements take more memory than the
+// elements themselves, so they need many rows.)
 template <typename T>
 constexpr bool nt_packs(int64_t m, int64_t k) {
   constexpr int64_t kMany = 64, kSome = 16, kLong = 2048;
@@ -24,17 +24,18 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 inline constexpr int kLaneCount = kLanes<float>;
 inline constexpr int64_t kNtPackedBytes = 2 << 20;  // largest size of the panels of A in bytes
 
-// The order of lanes in which sum_lanes_of_four adds neighbours, then the neighbouring sums, and so on.
+// The lanes in the order in which sum_lanes_of_four adds them: each to its neighbour, then the neighbouring sums, and
+// so on.
 #if PYMOE_ISA_LEVEL == 4
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15};
 #else
 inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-// The layout of panels of kPanel items with k elements of T each. Lane l multiplies element l (or pair l) of an item's
-// p-th vector along k; for item i, this element is at [l][p][i]. Every lane has room for lane_stride(k) steps p: one
-// more than needed, because the last store may write more than its step, and an odd number, so that the lanes do not
-// share a few sets of the first-level cache.
+// The layout of panels of kPanel items with k elements of T each. An item's k elements are cut into vectors, and
+// element (or pair) l of each vector is multiplied in lane l: for vector p of item i, it is at [l][p][i]. Every lane
+// has room for lane_stride(k) vectors: one more than needed, because the last store may write more than its vector, and
+// an odd number, so that the lanes do not share a few sets of the first-level cache.
 template <typename T>
 struct LanePanels {
   static constexpr int64_t kElements = NtProduct<T>::kElements;

@@ -86,7 +86,7 @@ PYMOE_INLINE Vector shuffle_parts(Vector a, Vector b, Rule rule) {
   (std::make_integer_sequence<int, lanes>{});
 }
 
-// Transposes the part x part block in every 128-bit part.
+// Transposes the square block that the vectors contain in each 128-bit part.
 PYMOE_INLINE void transpose_parts(vfloat (&v)[4]) {
   const auto interleave_low = [](int i) constexpr { return (i % 2) * 4 + i / 2; };
   const auto interleave_high = [](int i) constexpr { return (i % 2) * 4 + i / 2 + 2; };
@@ -101,7 +101,7 @@ PYMOE_INLINE void transpose_parts(vfloat (&v)[4]) {
 }
 
 #if PYMOE_ISA_LEVEL == 4
-// Returns parts 0 and 2 of both vectors, or parts 1 and 3.
+// even_parts returns the 128-bit parts 0 and 2 of both vectors, odd_parts returns parts 1 and 3.
 PYMOE_INLINE vfloat even_parts(vfloat a, vfloat b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
 }
@@ -109,7 +109,7 @@ PYMOE_INLINE vfloat odd_parts(vfloat a, vfloat b) {
   return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
-// Transposes a square block of rows, as many as a vector has lanes.
+// Transposes a square block, which has as many rows as a vector has lanes.
 PYMOE_INLINE void transpose(vfloat (&v)[16]) {
   vfloat part[4][4];  // [i][j]: of rows 4 i .. 4 i + 3, columns j, 4 + j, 8 + j and 12 + j
 #pragma GCC unroll 4
@@ -294,8 +294,8 @@ void pack_copied(const T* source, int64_t k_stride, int64_t items, int64_t k, pa
         return panel_element(begins[p - p0] + first + i, to_second[p - p0], k - p * kDepth);
       };
       if (first + kGroups * kWidth <= items) {
-        // The surplus of a panel's last step would overwrite the next panel's first step, which is already packed
-        // unless it is one of these steps.
+        // The last vector of a step may reach into the next step. After a panel's last step, that is the first step of
+        // the next panel, which may be packed already; so the last step is stored separately below.
         const int64_t whole = kGroups * kWidth == kPanel || p1 < depth ? p1 : p1 - 1;
         for (int64_t p = p0; p < whole; ++p) {
           vector_t<T> step[kGroups];

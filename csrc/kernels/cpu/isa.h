@@ -5,8 +5,8 @@
 // variable PYMOE_CPU_ISA names it (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm), so that
 // tests can run every body that the machine supports.
 //
-// amx is v4_bf16 whose products of bf16 and of quantised weights use AMX tiles. Linux is asked once to grant them to
-// the process; if it refuses, v4_bf16 is used.
+// The set amx adds AMX tiles to v4_bf16, for products of bf16 and of quantised weights. Linux is asked once to grant
+// the tiles to the process; if it refuses, v4_bf16 is used.
 #pragma once
 
 namespace pymoe::cpu {

@@ -1,4 +1,4 @@
-// Parallel loops of the CPU kernels, free of torch.
+// Parallel loops of the CPU kernels, which do not depend on torch.
 //
 // The kernels run on the installed backend: the operator library installs torch's own intra-op pool (ops/parallel.cpp),
 // and a C++ test installs plain threads. Without a backend, loops run serially. A backend may cut [begin, end) into any

@@ -73,7 +73,7 @@ PYMOE_INLINE accumulate_t<T> max_of_row(const T* row, int64_t size) {
   return result;
 }
 
-// Writes e^(logit - max) for every logit into `exps`, unless it is null, and returns their sum.
+// Returns the sum of e^(logit - max) over the row. If `exps` is not null, writes each of these values to it.
 template <typename T>
 PYMOE_INLINE accumulate_t<T> exp_row(const T* row, int64_t size, accumulate_t<T> max, accumulate_t<T>* exps) {
   using S = accumulate_t<T>;

@@ -25,7 +25,7 @@ typedef int32_t vint32 __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t vuint32 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t vhalf16 __attribute__((vector_size(kVectorBytes / 2)));  // with as many lanes as vfloat
 
-// The vector that accumulates elements stored as T.
+// The type of the vectors in which elements stored as T are accumulated.
 template <typename T>
 using vector_t = std::conditional_t<std::is_same_v<T, double>, vdouble, vfloat>;
 // Number of elements of T that fill one vector of the type in which they are summed.
@@ -268,7 +268,8 @@ PYMOE_INLINE Vector exp_vector(Vector x) {
   Vector p = broadcast(Steps::polynomial(0));
   for (int i = 1; i < Steps::kTerms; ++i) p = p * r + Steps::polynomial(i);
   p = (p * (r * r) + r) + S{1};
-  // n is below 2^22. Adding the magic number rounded it to an integer, and would make a NaN finite.
+  // Read the exponent from the bits of n + kMagic, which is exact, since |n| is below 2^22. The bits of a NaN are no
+  // exponent; 0 takes its place.
   const Vector integral = x == x ? n : Vector{};
   const Integers exponent = (Integers)(integral + Steps::kMagic) - (Integers)broadcast(Steps::kMagic);
   const Integers half = exponent >> 1;

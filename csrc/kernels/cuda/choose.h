@@ -1,4 +1,4 @@
-// The choice of the best K keys of a row by a group of lanes, exact and with ties to the lower index.
+// Chooses the best K keys of a row with a group of lanes. The choice is exact, and ties go to the lower index.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace pymoe::cuda {
 
-// A key (core/order.h) with its expert. Any two candidates of a token have a definite order.
+// A key (core/order.h) with its expert. No two candidates of a token are equal, so they have a definite order.
 template <typename S>
 struct Candidate {
   order_key_t<S> order;
@@ -26,7 +26,7 @@ struct Candidate {
   }
 };
 
-// Packs a candidate with a 32-bit key into one number; greater numbers come first.
+// Packs a candidate with a 32-bit key into one integer, which is greater for candidates that come first.
 template <>
 struct Candidate<float> {
   int64_t rank;
@@ -42,11 +42,11 @@ struct Candidate<float> {
   PYMOE_DEVICE Candidate of_lane(int distance) const { return {__shfl_xor_sync(kFullWarp, rank, distance)}; }
 };
 
-// "Row" below stands for any type with each(f), which calls f(key, expert, step) for the elements of the lane: expert =
-// lane + n * kLanes, step a compile-time number that grows by one from call to call (and sometimes restarts at 0).
-// Every lane makes the same number of calls; past the row's end the key is kNoKey.
+// Below, a "Row" is any type with a function each(f), which calls f(key, expert, step) for the elements of the calling
+// lane: expert = lane + n * kLanes, and step is a compile-time number that grows by one from call to call (and
+// sometimes restarts at 0). Every lane makes the same number of calls; past the row's end the key is kNoKey.
 
-// Returns, in every lane of the group, the first of a row's candidates that come after `previous`.
+// Returns the best candidate of a row that comes after `previous`, in every lane of the group.
 template <typename S, int kLanes, typename Row>
 PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous) {
   Candidate<S> best = Candidate<S>::of(kNoKey<S>, 0);

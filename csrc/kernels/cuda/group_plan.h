@@ -1,9 +1,9 @@
 // Assigns a grouped product's rows to blocks, on the device.
 //
-// A plan is 2 (E + 1) numbers. The bounds are the offsets, made safe for memory: the first is 0, none is less than
-// the one before or more than S. Offsets that keep the contract are their own bounds. For any others, no row
-// outside of [0, S) is touched, and no two experts share a row. The tiles count the tiles of rows before each expert;
-// the rows past the last bound have separate tiles, like those of an expert E.
+// A plan consists of two arrays of E + 1 numbers. `bounds` are the offsets, made safe for memory: the first is 0, none
+// is less than the one before or more than S. Offsets that keep the contract stay unchanged. For any others, no row
+// outside of [0, S) is touched, and no two experts share a row. tiles[e] is the number of tiles of rows before expert
+// e. The rows past the last bound have separate tiles, as if they were those of an expert E.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ inline int64_t most_row_tiles(int64_t rows, int64_t experts, int64_t tile_rows) 
 
 inline constexpr int kPlanThreads = 256;
 
-// Inclusive scan: combines the values of all threads of the block up to the calling one. The block has kPlanThreads
-// threads. `scratch`: one value per warp.
+// Returns the inclusive scan over the threads of the block: the combination of the values of all threads up to the
+// calling one. The block has kPlanThreads threads. `scratch` has room for one value per warp.
 template <typename F>
 PYMOE_DEVICE int scan_block(int value, int* scratch, const F& combine) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
-// A tile of rows: rows of one expert, or (expert == E) of none; `rows` is 0 past the last tile.
+// A tile of rows. All belong to one expert, or to none if expert == E. Past the last tile, `rows` is 0.
 struct GroupTile {
   int expert;
   int rows;
@@ -92,7 +92,7 @@ inline constexpr unsigned kBand = 8;
 PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, unsigned block,
                                  unsigned column_tiles) {
   const int tile = static_cast<int>(block / column_tiles);
-  // The last e with tiles[e] <= tile. A warp compares 32 values per round: two rounds up to E = 1023.
+  // Find the last e with tiles[e] <= tile. A warp compares 32 values per round: two rounds up to E = 1023.
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int expert = 0, candidates = experts + 1;
   while (candidates > 1) {

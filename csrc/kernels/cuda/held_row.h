@@ -17,7 +17,7 @@ PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint3
   return values != nullptr && expert < size ? values[expert] : V{};
 }
 
-// A row in registers.
+// A row in registers, one slot per element. Its functions visit the elements of the calling lane.
 template <typename S, int kLanes, int kHeld>
 struct HeldRow {
   order_key_t<S> slots[kHeld];
@@ -33,8 +33,8 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i);
   }
-  // Sets slot = f(slot, expert, step, value of the expert). All loads are issued before f uses the first value;
-  // otherwise each conversion would wait for its load before the next load is issued.
+  // Sets slot = f(slot, expert, step, values[expert]) for all slots of the lane. All loads are issued before f uses the
+  // first value; otherwise each conversion would wait for its load before the next load is issued.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with(const V* PYMOE_RESTRICT values, const F& f) {
     V loaded[kHeld];
@@ -43,7 +43,8 @@ struct HeldRow {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) slots[i] = f(slots[i], static_cast<int32_t>(expert_of(i)), i, loaded[i]);
   }
-  // Does the same as map_with, and also loads `others` into `seconds`, which map_with_second passes to its f later.
+  // Does the same as map_with, and issues the loads of `others` together with those of `values`. A later
+  // map_with_second passes these elements of `others` to its f.
   template <bool kClamped, typename V, typename F>
   PYMOE_DEVICE void map_with_two(const V* PYMOE_RESTRICT values, const S* PYMOE_RESTRICT others, const F& f) {
     V loaded[kHeld];
@@ -122,7 +123,8 @@ struct HeldRow<S, kLanes, 0> {
   }
 
  private:
-  // Calls f(first expert) for each stretch of kAtOnce experts of this lane.
+  // Calls f(first) for each stretch of kAtOnce experts of this lane: experts first, first + kLanes, first + 2 * kLanes,
+  // ...
   template <typename F>
   PYMOE_DEVICE void each_stretch(const F& f) const {
     for (uint32_t first = threadIdx.x % kLanes, begin = 0; begin < size; begin += kAtOnce * kLanes) f(begin + first);

@@ -1,5 +1,6 @@
 // Joint operations of a group of kLanes lanes of a warp (a power of two): maximum, sum in core/score.h's order, sort.
-// Lane l of a group holds elements l, l + kLanes, l + 2 kLanes, ... of a row. All 32 lanes of the warp must arrive.
+// Lane l of a group holds elements l, l + kLanes, l + 2 kLanes, ... of a row. All 32 lanes of the warp must call these
+// functions together.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,8 @@ PYMOE_DEVICE V reduce_lanes(V value, const F& combine) {
   return value;
 }
 
-// Returns the result of `combine` over the values of the group's lanes up to `lane`, the thread's own lane.
+// Returns the inclusive scan: the result of `combine` over the values of the group's lanes up to the thread's own
+// `lane`.
 template <int kLanes, typename V, typename F>
 PYMOE_DEVICE V scan_lanes(V value, int lane, const F& combine) {
 #pragma unroll
@@ -54,9 +56,9 @@ PYMOE_DEVICE V group_max(V value) {
   }
 }
 
-// The sum of a row in kSumLanes lanes: add() element l, then l + kLanes, ..., with zeros past the row's end; `step`
-// counts them (and should be a compile-time constant). In groups of up to 16 lanes, each lane owns whole sum lanes; in
-// groups of 32, two lanes share each, and both compute it.
+// The sum of a row in kSumLanes lanes. Call add() for elements l, l + kLanes, ... of lane l in order, with zeros past
+// the row's end; `step` is the number of the call (and should be a compile-time constant). In groups of up to 16 lanes,
+// each lane owns whole sum lanes. In groups of 32, two lanes share a sum lane, and both compute it.
 template <typename S, int kLanes>
 class LaneSum {
  public:

@@ -20,7 +20,8 @@ struct LaunchShape {
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 // The maximum shared memory per block on every GPU from compute capability 8.0 on (8.6 and 8.9 allow the least).
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
-// A kernel that gets more than this must have no static shared memory, which counts against the same limit.
+// The shared memory that every kernel may use. A kernel that needs more must have no static shared memory, which counts
+// against the same limit.
 inline constexpr int64_t kUsualSharedBytes = 48 << 10;
 
 inline constexpr int kWarp = 32;
@@ -47,8 +48,8 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
   }
 #if defined(__CUDACC__)
   if (shape.shared_bytes > kUsualSharedBytes) {
-    // The limit belongs to the kernel, not to the launch, and threads share it: a launch that set only its own need
-    // could lower the limit of another thread that is about to launch with more.
+    // Always set the largest limit. It belongs to the kernel and is shared by all threads: a launch that set only what
+    // it needs could lower the limit below what another thread's launch needs.
     check(operator_name,
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kMostSharedBytes)));

@@ -25,7 +25,7 @@ inline constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 template <typename T>
 using Chunk = Pack<T, kChunk<T>>;
 
-// The machine word of an access of kBytes bytes.
+// The unsigned integer type, or vector of these, that is used to access kBytes bytes at once.
 template <int kBytes>
 using word_of_bytes = std::conditional_t<
     kBytes == 16, uint4,
@@ -47,8 +47,8 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
   return bit_cast<P>(__ldcs(reinterpret_cast<const word_of<P>*>(from)));
 }
 
-// These load a pack if `there` is true; otherwise they return zeros without reading `from`. The whole word is selected,
-// not element by element.
+// load_pack_if and load_pack_streaming_if load a pack if `there` is true; otherwise they return zeros without reading
+// `from`. They select the whole word, not element by element.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_if(bool there, const T* from) {
   word_of<P> word{};
@@ -101,7 +101,7 @@ PYMOE_DEVICE void widen(const Pack<T, kCount>& pack, accumulate_t<T> (&to)[kCoun
 }
 
 #if defined(__CUDA_ARCH__)
-// Rounds two elements into a word, the first in its lower half.
+// Rounds two elements and packs them into a word, the first in its lower half.
 PYMOE_DEVICE uint32_t narrow_pair(TypeTag<BFloat16>, float first, float second) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -117,8 +117,8 @@ inline constexpr bool kNarrowsPairs = true;
 inline constexpr bool kNarrowsPairs = false;
 #endif
 
-// Returns sums as a pack, rounded to nearest even (round_to of core/dtype.h). One instruction of the GPU rounds two
-// elements of 16 bits.
+// Rounds sums to nearest even (round_to of core/dtype.h), and returns them as a pack. On the GPU, one instruction
+// rounds two elements of 16 bits.
 template <typename T, int kCount>
 PYMOE_DEVICE Pack<T, kCount> narrow(const accumulate_t<T> (&values)[kCount]) {
   Pack<T, kCount> result;

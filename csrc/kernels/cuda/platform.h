@@ -19,7 +19,7 @@
   extern __shared__ __align__(16) unsigned char pymoe_dynamic_shared[]; \
   Type* const name = reinterpret_cast<Type*>(pymoe_dynamic_shared)
 
-// For functions of kernels: always inlined, whatever the optimiser estimates.
+// Specifiers of device functions: always inlined, whatever the optimiser estimates.
 #define PYMOE_DEVICE __device__ __forceinline__
 
 #else

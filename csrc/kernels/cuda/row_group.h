@@ -1,5 +1,5 @@
-// Assigns rows to the threads of a block: one group of threads per row, and every thread of the group takes packs
-// `lane`, `lane + group`, ... of it.
+// Assigns rows to the threads of a block. One group of threads works on a row: each thread of the group takes the row's
+// packs `lane`, `lane + group`, `lane + 2 * group`, ...
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,17 @@
 // A block's part of a matrix product on the tensor cores: c = a * b^T for kRows rows of a and 128 rows of b, which are
-// the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in its order, 16 depths per
+// the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in order, 16 depths per
 // instruction, for any size of the tile and any position in c.
 //
-// A step brings 32 depths of both operands to one of three stages in shared memory by cp.async, two steps ahead of the
-// products: 32 KiB are in flight in a block of 128 rows. There is one barrier per step: it says that a stage has
-// arrived, and that the stage filled next has been read. Four warps hold half of the rows and half of the columns each,
-// 64 x 64 of 128 rows: for these ldmatrix reads 32 KiB per step, while eight warps of 64 x 32 would read 48.
+// In each step, cp.async brings 32 depths of both operands to one of three stages in shared memory, two steps before
+// they are multiplied: with 128 rows, 32 KiB are in flight per block. One barrier per step ensures that a stage has
+// arrived, and that the stage to be filled next has been read. Each of four warps computes half of the rows and half of
+// the columns, 64 x 64 if there are 128 rows: ldmatrix then reads 32 KiB per step, while eight warps of 64 x 32 would
+// read 48.
 //
-// A tile has lines of 16-byte packs: rows of 4 packs along the depth, or depths of packs along the rows, depending on
-// which elements are neighbours in memory. place() exchanges the packs of a line, so that both the eight that ldmatrix
-// reads together, of eight lines, and the eight that cp.async writes together are in different banks, without padding.
+// A tile consists of lines of 16-byte packs: a line is a row of 4 packs along the depth, or a depth with packs along
+// the rows, depending on which elements are neighbours in memory. place() permutes the packs of each line, so that no
+// padding is needed to avoid bank conflicts: neither when ldmatrix reads a pack from each of eight lines, nor when
+// cp.async writes eight packs together.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +52,8 @@ struct TensorOperand {
   }
 };
 
-// Returns the operand at `data`. `jump`: the distance in elements between the matrices of experts, from which kernels
-// select one. Packs count as aligned only if all matrices and lines are.
+// Returns the operand at `data`. If each expert has a matrix there, `jump` is the distance in elements from one matrix
+// to the next. Packs count as aligned only if those of all matrices and lines are.
 template <typename T>
 TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t element_stride, int64_t jump = 0,
                                 const int32_t* order = nullptr, int64_t count = 0) {
@@ -59,15 +61,15 @@ TensorOperand<T> tensor_operand(const void* data, int64_t line_stride, int64_t e
   return {static_cast<const T*>(data), line_stride, element_stride, element_stride == 1 && aligned, order, count};
 }
 
-// Places the packs of a tile of kRows rows and kStepDepth depths in shared memory.
+// The positions in shared memory of the packs of a tile, which has kRows rows and kStepDepth depths.
 template <int kRows, bool kAlongRows>
 struct TensorLayout {
   static constexpr int kAcross = kAlongRows ? kRows / kTensorPack : kStepDepth / kTensorPack;  // packs of a line
   static constexpr int kPacks = kRows * kStepDepth / kTensorPack;
   static constexpr int kElements = kRows * kStepDepth;
 
-  // Returns the number that is XORed with a pack's number in a given line. So equal packs of eight
-  // lines are in different banks, as are eight consecutive packs.
+  // Returns the value that is XORed with the index of a pack in the given line. Because of it, packs with the same
+  // index in eight lines are in different banks, and so are eight consecutive packs.
   static PYMOE_DEVICE int exchange(int line) { return kAlongRows ? line % 8 : line / 2 % 4; }
   static PYMOE_DEVICE int place(int line, int across) { return line * kAcross + (across ^ exchange(line)); }
 };
@@ -102,7 +104,7 @@ class TensorLoader {
     }
   }
 
-  // Begins to load the next tile, which has `left` depths.
+  // Begins to load the next tile. `left`: the number of depths of the operand from this tile on.
   PYMOE_DEVICE void fetch(T* tile, int64_t left) {
     const int depths = left < kStepDepth ? static_cast<int>(left) : kStepDepth;
     if (operand_.whole) {
@@ -166,7 +168,8 @@ class TensorLoader {
     return (elements < 0 ? 0 : elements < kTensorPack ? elements : kTensorPack) * static_cast<int>(sizeof(T));
   }
 
-  // Returns the position of the operand's line number `line` of `lines`; -1 if the line does not exist.
+  // Returns the position of the given line of the tile, counted from the operand's start; -1 if the line does not
+  // exist. The tile has `lines` lines.
   PYMOE_DEVICE int64_t place_of(int line, int lines) const {
     if (line >= lines) return -1;
     if (operand_.order == nullptr) return line;
@@ -178,15 +181,16 @@ class TensorLoader {
   int rows_;
   int line_, across_;  // the thread's first pack: its line, and the number of its first element there
   int place_;          // the place of that element
-  // If lines are rows: the thread's packs of the next tile, and a bit for each pack, set if its row exists.
+  // If lines are rows: the addresses of the thread's packs in the next tile, and a bit per pack that is set if its row
+  // exists.
   const T* from_[kMine];
   int there_;
 };
 
-// The places of the 16 x 16 blocks of a tile for this lane, for the rows from `first_row` on (a multiple of 32, or
-// of 64 if the warp has 64 rows). Quarters come in the order in which the instruction needs registers: in `a` the
-// upper rows follow the first depths, in `b` the later depths the first columns. (With any other order the compiler
-// would reorder them, by a move for every register.)
+// Where this lane reads in the 16 x 16 blocks of a tile, for the rows from `first_row` on (a multiple of 32, or of 64
+// if the warp has 64 rows). The four quarters of a block come in the order of the instruction's registers: in `a`,
+// upper rows vary faster than depths; in `b`, depths vary faster than columns. (With any other order the compiler would
+// reorder them, by a move for every register.)
 template <int kRows, bool kAlongRows, bool kIsB>
 class TensorBlocks {
   using Layout = TensorLayout<kRows, kAlongRows>;
@@ -206,7 +210,7 @@ class TensorBlocks {
     }
   }
 
-  // Block (i, k): 16 rows from 16 i on, and 16 depths from 16 k on.
+  // Loads block (i, k): 16 rows from 16 i on, and 16 depths from 16 k on.
   template <typename T>
   PYMOE_DEVICE void load(uint32_t (&to)[4], const T* tile, int i, int k) const {
     if constexpr (kAlongRows) {
@@ -237,7 +241,7 @@ class TensorTile {
     column_ = warp % 2 * kBRows;
   }
 
-  // `shared`: kSharedPacks packs. All threads of the block call it.
+  // Computes the tile. `shared` must have room for kSharedPacks packs. All threads of the block must call this.
   PYMOE_DEVICE void run(const TensorOperand<T>& a, const TensorOperand<T>& b, int rows, int columns, int64_t depth,
                         T* shared) {
     TensorLoader<T, kTileRows, kAAlongRows> a_loader(a, rows);
@@ -267,9 +271,9 @@ class TensorTile {
     }
   }
 
-  // Writes c: rows of `pitch` elements that begin at `to`, row i at places(i) unless that is negative, with the bias of
-  // each column, element i of which is at bias[i * bias_step]. `in_packs`: rows begin at multiples of 16 bytes. All
-  // lanes of a warp call it together.
+  // Writes c: row i goes to row places(i) of `to`, or nowhere if places(i) is negative. Rows of `to` are `pitch`
+  // elements apart; `in_packs` says that they begin at multiples of 16 bytes. If there is a bias, bias[i * bias_step]
+  // is added to column i. All lanes of a warp must call this together.
   template <typename Places>
   PYMOE_DEVICE void write(T* to, int64_t pitch, int rows, int columns, bool in_packs, const Places& places,
                           const T* bias = nullptr, int64_t bias_step = 0) const {

@@ -1,6 +1,6 @@
 // A block's part of a matrix product on the CUDA cores: c = a * b^T for 64 rows of a and 128 rows of b, which are the
-// columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in its
-// order, for any position of the tile in c.
+// columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in order,
+// for any position of the tile in c.
 //
 // A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
 // each operand in shared memory, so one barrier per step is enough. A thread holds 32 values of c in registers.
@@ -44,7 +44,7 @@ PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_si
 PYMOE_DEVICE float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 PYMOE_DEVICE double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
-// 8 warps, each 16 rows x 64 columns; a thread holds 4 rows x (4 + 4) columns.
+// Computes a tile with 8 warps. A warp has 16 rows x 64 columns, and a thread has 4 rows x (4 + 4) columns of it.
 template <typename T>
 struct CudaCoreTile {
   static constexpr int kThreads = 256, kBlocks = 1;
@@ -53,7 +53,7 @@ struct CudaCoreTile {
   template <int kRows, typename Places = InSequence>
   using Loader = TileLoader<T, kRows, kThreads, Places>;
   static constexpr int kDepth = Loader<kTileRows>::kDepth;
-  // Tiles lie depth by depth, so that a thread reads neighbouring rows in packs.
+  // A tile is stored depth by depth, so that a thread reads neighbouring rows in packs.
   static constexpr int kAPitch = kTileRows + kRun, kBPitch = kTileColumns + kRun;
   static constexpr int kASize = kDepth * kAPitch, kBSize = kDepth * kBPitch;
   static constexpr int kSharedPacks = 2 * (kASize + kBSize) / Loader<kTileRows>::kPack;  // packs of 16 bytes, aligned

@@ -10,7 +10,7 @@
 namespace pymoe::cuda {
 
 // The positions of the rows or the depths of an operand in memory: consecutive, or given by an order. Values of an
-// order always count from the operand's original start, even if a tile begins at its i-th element.
+// order always count from the operand's original start, even for a tile that begins at a later element of the order.
 struct InSequence {
   static constexpr bool kGiven = false;
   PYMOE_DEVICE int64_t operator()(int64_t i) const { return i; }
@@ -49,13 +49,14 @@ struct Operand {
   }
 };
 
-// The direction in which blocks of the operand may start anywhere. In the other, they start at multiples of a tile.
+// The direction in which a block of the operand may start at any index. In the other direction, blocks start at
+// multiples of a tile.
 enum class Cut : int8_t { kNone, kRows, kDepth };
 
-// Returns the operand for the `rows` x `depth` matrix at `data`; it also serves matrices at multiples of `jump`
-// elements from there. Blocks may start anywhere along `cut`, so packs along it are never `whole`; across it, the size
-// along it does not affect alignment. If `places` gives an order, it permutes the direction of `cut`, and elements must
-// be contiguous along the other one.
+// Returns the operand for the `rows` x `depth` matrix at `data`, and for the other matrices at multiples of `jump`
+// elements from there. Blocks may start at any index along `cut`. So packs along `cut` are never `whole`; packs in the
+// other direction may be, whatever the size along `cut`. If `places` gives an order, it is the order of the rows or
+// depths along `cut`, and elements must be contiguous in the other direction.
 template <typename T, typename Places = InSequence>
 Operand<T, Places> operand(const void* data, int64_t row_stride, int64_t depth_stride, int64_t rows, int64_t depth,
                            Cut cut, int64_t jump = 0, const Places& places = {}) {
@@ -150,7 +151,8 @@ struct TileLoader {
     from += tile_step;
   }
 
-  // Reads the next tile, which has `left` depths. Only whole packs are read this early.
+  // Reads the next tile, if it consists of whole packs; store() reads other tiles. `left`: the number of depths of the
+  // operand from this tile on.
   PYMOE_DEVICE void fetch(int64_t left) {
     if (!whole) return;
     const int rows_left = rows - row, depths_left = (left < kDepth ? static_cast<int>(left) : kDepth) - depth;
@@ -165,7 +167,8 @@ struct TileLoader {
     advance();
   }
 
-  // Writes the tile that was read to shared memory. `left`: the same as for fetch.
+  // Writes the next tile to shared memory: the one that fetch() has read, or read here if it has no whole packs.
+  // `left`: as for fetch.
   PYMOE_DEVICE void store(T* tile, TileLayout layout, int64_t left) {
     T* to = tile + row * layout.row_step + depth * layout.depth_step;
     const int shared_step = row_step * layout.row_step + depth_step * layout.depth_step;
