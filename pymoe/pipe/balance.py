@@ -55,7 +55,7 @@ def balance_by_time(
         partitions: the number of stages.
         module: the model, which stays unchanged.
         sample: an input, preferably as large as a micro-batch, because times need not be proportional to the rows.
-        timeout: seconds to measure.
+        timeout: how long to measure, in seconds.
         device: where to measure; None: on the model's device.
 
     Returns:
@@ -171,7 +171,7 @@ def profile_times(
     Args:
         module: the model; layers may be ``@skippable``, take and return nested structures.
         sample: an input, preferably a micro-batch of the size to train with.
-        timeout: seconds.
+        timeout: how long to measure, in seconds.
         device: where to run; None: on the model's device.
 
     Raises:
@@ -255,7 +255,7 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves. Return it without its graph, which would form a reference cycle."""
+        """Count a tensor that autograd saves. Return it detached, as its graph would form a reference cycle."""
         self.add([tensor])
         return tensor.detach()
 
@@ -352,7 +352,7 @@ def _copied(
     kind = "cuda" if where.type == "cpu" else where.type
     with (
         torch.random.fork_rng(drawn, device_type=kind),
-        torch.inference_mode(False),  # also switches gradients on
+        torch.inference_mode(False),  # this also enables gradients
         tracking(skips),
     ):
         layers = copy.deepcopy(module).to(where)
@@ -400,8 +400,8 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
     sums, _ = _exact_sums(costs)
     limit, layers = _least_maximum(sums, partitions), len(costs)
     Way = tuple[int, int, tuple[int, ...]]
-    # For each number of first layers, the best way to cut them: the least sums of squares (of block costs, then of
-    # block sizes), and the block sizes.
+    # The best way to cut the first n layers into the blocks so far, for each n: the least sum of squared block costs,
+    # then the least sum of squared block sizes, and the block sizes.
     best: dict[int, Way] = {0: (0, 0, ())}
     for blocks_left in reversed(range(partitions)):
         further: dict[int, Way] = {}
@@ -417,7 +417,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def least_maximum(costs: Sequence[float], partitions: int) -> float:
-    """Return the greatest block sum after ``costs`` are cut by :func:`balance_cost`."""
+    """Return the greatest block sum if ``costs`` are cut into blocks as :func:`balance_cost` cuts them."""
     check_partitions(partitions, len(costs))
     sums, unit = _exact_sums(costs)
     return _least_maximum(sums, partitions) / unit
@@ -439,7 +439,10 @@ def _exact_sums(costs: Sequence[float]) -> tuple[list[int], int]:
 
 
 def _least_maximum(sums: Sequence[int], partitions: int) -> int:
-    """Return, by bisection, the least limit on block sums with which ``partitions`` blocks can contain all costs."""
+    """Return the smallest possible maximum block sum if the costs are divided into ``partitions`` contiguous blocks.
+
+    ``sums``: 0, then the cumulative sums of the costs.
+    """
     low, high = 0, sums[-1]
     while low < high:
         limit, end = (low + high) // 2, 0

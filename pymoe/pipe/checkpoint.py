@@ -44,7 +44,8 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
         stages: the indices of the stages; None: all.
 
     Raises:
-        ValueError: only some stages are asked for, and the model makes a tensor whose stages cannot be determined.
+        ValueError: only some stages are asked for, and a module that contains several stages saves something other
+            than its parameters and buffers.
     """
     owned, state = _Owned(pipe, stages), pipe.state_dict(keep_vars=True)
     return {
@@ -70,7 +71,10 @@ class _Owned:
         self._known = {*map(id, self._tensors.values())}
 
     def has(self, name: str, value: Any = None) -> bool:
-        """Return whether an entry of the ``state_dict`` belongs to the stages. ``value``: the entry; None: missing."""
+        """Return True if the entry ``name`` of the ``state_dict`` belongs to these stages, or to no stage.
+
+        ``value``: the entry; None if the caller does not have it.
+        """
         if id(value) in self._known:
             about = {id(value)}
         elif name in self._tensors:  # a state-dict hook of the model has saved a copy
@@ -111,7 +115,7 @@ def save(
         pipe: a :class:`pymoe.Pipe`.
         folder: the folder for the files; the same for all processes.
         stages: the stages that this process runs; None: all.
-        optimizer: the optimizer of parameters of these stages.
+        optimizer: the optimizer of the parameters of these stages; None: none is saved.
         group: the processes that run the pipe; None: the default group, or this process alone without one.
     """
     from torch.distributed.checkpoint import state_dict_saver
@@ -135,7 +139,7 @@ def load(
         pipe: a :class:`pymoe.Pipe` of the same model.
         folder: the folder of the files.
         stages: the stages that this process runs; None: all.
-        optimizer: the optimizer of parameters of these stages.
+        optimizer: the optimizer of the parameters of these stages; None: none is loaded.
         group: see :func:`save`.
 
     Raises:
@@ -175,7 +179,7 @@ def _planner(pipe: Any) -> Any:
     class Planner(DefaultLoadPlanner):
         def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
             super().set_up_planner(state_dict, metadata, is_coordinator)
-            elsewhere = pipe.state_dict().keys() - state_dict["model"].keys()  # in other stages
+            elsewhere = pipe.state_dict().keys() - state_dict["model"].keys()  # the keys of other stages
             saved = (metadata.planner_data or {}).items()
             model = {key: path[1] for key, path in saved if path[0] == "model" and key not in self.mappings}
             if unknown := sorted(key.removeprefix("model.") for key, name in model.items() if name not in elsewhere):

@@ -1,4 +1,4 @@
-"""Tells a module that a pipeline runs which micro-batch it processes, and whether the forward is a recomputation. Also
+"""Tells the modules of a pipeline which micro-batch is processed, and whether the forward is a recomputation. Also
 weights the losses that layers inject by the micro-batch's share of the rows of the mini-batch.
 """
 
@@ -64,7 +64,7 @@ this_thread = _ThreadMicroBatch()
 """``this_thread.micro_batch`` is the micro-batch that this thread runs. Code that sets it directly must also
 call :func:`count_threads`."""
 _lock = threading.Lock()
-_threads = 0  # the number of threads that run pipelines now
+_threads = 0  # how many threads are running actions of pipelines
 
 
 # torch.compile must not trace this function, because it would treat the thread-local value as a constant. It may trace
@@ -134,8 +134,8 @@ def count_threads(difference: int) -> None:
         _threads += difference
 
 
-# Losses that layers inject (``pymoe.nn.inject_loss``): they are not part of the pipeline's loss, so its weights do not
-# apply to them.
+# Losses that layers inject (``pymoe.nn.inject_loss``). They are not part of the loss of a step, so the weights of that
+# loss do not apply to them.
 
 Function = Callable[..., Sequence[Any]]
 

@@ -51,12 +51,13 @@ class _StageStatistics:
     def __init__(self) -> None:
         self.forward: context.MicroBatch | None = None
         self.calls = 0
-        # By call, because a stage may call a module several times in a forward, then by the micro-batch's index.
+        # Keys: the index of the call, because a forward may call the module several times; then the index of the
+        # micro-batch.
         self.collected: dict[int, dict[int, _Collected]] = {}
 
     def next_call(self, forward: context.MicroBatch) -> int:
-        """Count a call in ``forward``, and return its index in that forward, from 0. Drop the statistics of an earlier
-        mini-batch.
+        """Count a call in ``forward``, and return its index in that forward, from 0. Also drop the statistics of
+        an earlier mini-batch.
         """
         before = self.forward
         if forward is not before:
@@ -112,7 +113,7 @@ class DeferredBatchNorm(BatchNormBase):
     def _normalise(self, input: Tensor, running_mean: Tensor) -> tuple[Tensor, _Collected]:
         """Return the input normalised by its own statistics, and these statistics."""
         rows = input.numel() // input.size(1)
-        if running_mean.dtype in HALF_DTYPES:  # 16 bits are too coarse for the differences between micro-batches
+        if running_mean.dtype in HALF_DTYPES:  # 16-bit buffers would round the statistics too coarsely
             output = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
             with torch.no_grad():
                 dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -123,7 +124,7 @@ class DeferredBatchNorm(BatchNormBase):
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
 
-    # torch.compile would recompile for every micro-batch, because each has another index.
+    # torch.compile would compile this anew for every micro-batch, because it treats the index as a constant.
     @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _StageStatistics())
@@ -132,7 +133,7 @@ class DeferredBatchNorm(BatchNormBase):
         of_call[forward.index] = statistics
         if forward.index == forward.count - 1 if forward.is_last is None else forward.is_last:
             batch: _Collected | None = None
-            for index in sorted(of_call):  # results must not depend on the order of arrival
+            for index in sorted(of_call):  # in a fixed order, so that the sums do not depend on threads
                 batch = of_call[index].plus(batch)
             assert batch is not None
             del stage.collected[call]
@@ -156,7 +157,8 @@ class DeferredBatchNorm(BatchNormBase):
         make, arguments, state, *rest = reduced
         state = {name: value for name, value in state.items() if name != "_unfinished"}
         base: Any = type(self).__bases__[0]
-        if type(self) is not DeferredBatchNorm and _deferred(base) is type(self):  # pickle cannot find it by its name
+        # Pickle cannot find a generated class by its name.
+        if type(self) is not DeferredBatchNorm and _deferred(base) is type(self):
             make, arguments = _make, (base,)
         return make, arguments, state, *rest
 

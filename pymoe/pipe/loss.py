@@ -45,9 +45,10 @@ class Objective(NamedTuple):
 
 
 def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
-    """Return the pipeline with one more stage, which computes the loss and, if ``is_read``, the reading of its graph.
+    """Return the pipeline with one more stage, which computes the loss.
 
-    ``uncounted``: micro-batches for which the loss function is not called, and whose loss is 0.
+    ``uncounted``: the indices of micro-batches whose loss is 0 without a call of the loss function. ``is_read``: the
+    stage also reads facts from the loss's graph, and returns them as a :class:`LossReading`.
     """
     loss_fn, has_target, unflatten, own = objective
     reading: tuple[Source, ...] = ()
@@ -67,7 +68,7 @@ def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int
         leaves = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         if uncounted and (now := micro_batch()) is not None and now.index in uncounted:
             return [_nothing(leaves), None]
-        ends = {leaf.grad_fn for leaf in leaves}  # taken now, because the loss function may change them in place
+        ends = {leaf.grad_fn for leaf in leaves}  # read before the call: loss_fn may change outputs in place
         try:
             loss = loss_fn(output, *given)
         except TypeError as error:
@@ -123,7 +124,10 @@ def _checked(loss: Any, loss_fn: LossFunction | None) -> torch.Tensor:
 
 
 def holds_no_tensors(loss_fn: LossFunction | None) -> bool:
-    """Return whether a reference to the function keeps no tensors of a step alive, as a closure over targets would."""
+    """Return True if the function can be kept after a step without keeping tensors of the step alive.
+
+    False, for example, for a closure over targets.
+    """
     if isinstance(loss_fn, FunctionType):
         defaults = (*(loss_fn.__defaults__ or ()), *(loss_fn.__kwdefaults__ or {}).values())
         return not (loss_fn.__closure__ or loss_fn.__dict__) and all([isinstance(value, PLAIN) for value in defaults])
@@ -191,11 +195,15 @@ def weigh(
     loss_fn: Callable[..., Any] | None,
     arguments: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
 ) -> LossWeights:
-    """Return the weights of the micro-batches' losses. The divisors of torch's own losses are known.
+    """Return the weights of the micro-batches' losses. For torch's own losses, find out what they divide by.
 
     ``reduction``: "mean", "sum", or a function that returns the number by which a micro-batch's loss is divided;
-    ``arguments``: its arguments, for every micro-batch. Raises TypeError if it does not return numbers, ValueError for
-    a negative or infinite number, or NaN.
+    ``arguments``: the ``(args, kwargs)`` of this function for every micro-batch.
+
+    Raises:
+        TypeError: ``reduction`` returns something that is not a number.
+        ValueError: ``reduction`` returns a negative or infinite number or NaN, or it is "sum" although ``loss_fn``
+            does not sum.
     """
     count = len(micro_batches.rows)
     weight = None
@@ -213,7 +221,7 @@ def weigh(
         return LossWeights(micro_batches.weights, are_rows=count > 1)
     weights = [_number(weight(*args, **kwargs)) for args, kwargs in arguments]
     total = sum(weights)
-    if not total:  # nothing in the mini-batch counts: the loss function decides what its loss is
+    if not total:  # all weights are 0: sum the losses as the loss function returns them
         return LossWeights([1.0] * count)
     shares = [weight / total for weight in weights]
     return LossWeights(shares, frozenset(number for number, share in enumerate(shares) if not share))
@@ -360,8 +368,8 @@ class LossWrapper(nn.Module):
     """A model and its loss function as one module, which returns the loss. Subclasses compute the loss in ``forward``.
 
     Args:
-        module: the model.
-        loss_fn: the loss.
+        module: the model; kept as the attribute ``module``.
+        loss_fn: a function or module that computes the loss; kept as the attribute ``loss_fn``.
     """
 
     loss_spec: Any = None

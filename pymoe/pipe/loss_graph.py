@@ -99,7 +99,7 @@ class LossReading:
 
 
 def read_loss(loss: torch.Tensor, ends: Collection[Node | None] | None) -> LossReading | None:
-    """Return the reading of the graph of a loss (a tensor with one element), or None if the loss has no graph.
+    """Read the graph of a loss (a tensor with one element). Return the findings, or None if the loss has no graph.
 
     ``ends``: nodes of the model's outputs; values that do not depend on them are constants. None: everything depends on
     the model.
@@ -127,13 +127,13 @@ def _read(root: Node, ends: Collection[Node | None] | None) -> LossReading:
         if node.name() == LEAF:
             continue
         label, kind = labels.get(node), kind_of(node)
-        if label is not None and label.kind is ValueKind.ROWS:  # a term of one row may have any divisor
+        if label is not None and label.kind is ValueKind.ROWS:  # each row may have its own divisor
             reading.divisors.append(divisors)
             continue
         inner = [(number, child) for number, (child, _) in enumerate(node.next_functions) if child is not None]
         if rows is None and kind not in PROPORTIONAL and _is_of_parameters(node):
             continue
-        if kind in ("Mul", "Div") and len(inner) > 1:  # a learnt factor; the other value is not judged
+        if kind in ("Mul", "Div") and len(inner) > 1:  # follow only the operands that depend on the model's outputs
             inner = [one for one in inner if not _is_factor(one[1], labels)] or inner
         totals = [one for one in inner if _is_scalar(one[1]) or labels.get(one[1], UNKNOWN).kind is ValueKind.TOTAL]
         reduction = getattr(node, "_saved_reduction", None)
@@ -263,7 +263,7 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the distinct products of the divisors of each part of a loss, in ascending order."""
+    """Return the numbers by which the parts of a loss are divided in total, each once, in ascending order."""
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12
@@ -313,7 +313,7 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
 
 
 def _has_rows(shape: tuple[int, ...], count: int) -> bool:
-    """Return whether dimension 0 can be the rows: ``count``, or a multiple of it if no other size is ``count``."""
+    """Return whether dimension 0 can be the rows: its size is ``count`` or, if no other size is, a multiple of it."""
     return shape[:1] == (count,) or (count > 1 and bool(shape) and shape[0] % count == 0 and count not in shape[1:])
 
 

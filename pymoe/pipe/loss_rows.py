@@ -1,11 +1,12 @@
 """Follows the rows of a micro-batch through the graph of its loss, and finds where rows are combined.
 
-A mean over rows is linear in a sum of terms that each depend on one row. So only linear steps may follow the sum, and
-no step before it may combine several rows. Every node of the graph gets a label: a constant, rows
-along a dimension, a total over rows, or unknown. Steps on unknown values are not judged: an operator that is not listed
-here can hide a mistake, but no valid mean is refused.
+A mean over rows is linear in a sum of terms that each depend on one row. So no operator before the sum may combine
+several rows, and all operators after it must be linear. Every node of the graph gets a label, which says what its
+result is: a constant, rows along a dimension, a total over rows, or unknown. Operators with unknown operands are not
+judged. So an operator that this module does not list can hide a mistake, but no valid mean is refused.
 
-The rows of a model's output are its dimension 0. One row may have become several there, as in (B T, V).
+The rows of a model's output are along its dimension 0. The model may have made several out of each row of the
+micro-batch, as in an output of shape (B T, V).
 """
 
 from __future__ import annotations
@@ -75,27 +76,27 @@ class Label(NamedTuple):
 
 CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
 SUMMED = TOTAL._replace(is_sum=True)
-_EACH_ITS_OWN = object()  # marks a node whose results hold different rows
+_EACH_ITS_OWN = object()  # identifies results that each contain different rows
 
 
 @dataclass
 class Rows:
-    """The findings about rows in the graph of a loss."""
+    """What was found out about rows in the graph of a loss."""
 
     ends: Collection[Node | None]
     labels: dict[Node, Label] = field(default_factory=dict)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     """Shapes of the model's outputs on which the loss depends."""
     of_numbers: list[str] = field(default_factory=list)
-    """Steps that no mean over rows contains, whichever dimension the rows are, as phrases that follow "the loss" in
-    messages.
+    """Operations that no mean over rows contains, whichever dimension has the rows: phrases that follow "the loss" in
+    error messages.
     """
     of_rows: list[str] = field(default_factory=list)
-    """Steps that no mean over rows contains if the rows are dimension 0 of :attr:`shapes`; phrases, too."""
+    """Operations that no mean over rows contains if the rows are along dimension 0 of :attr:`shapes`; phrases, too."""
     taken: dict[Edge, tuple[int, set[int]]] = field(default_factory=dict)
     """For each value from which rows were taken by position: its number of rows, and these positions."""
     used: set[Edge] = field(default_factory=set)
-    """Values that other steps use as a whole."""
+    """Values all of whose rows are used by some node."""
 
 
 def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
@@ -176,7 +177,7 @@ def _operand(edge: tuple[Node | None, int], rows: Rows) -> _Operand:
 
 
 def _sources(node: Node) -> Iterator[Edge]:
-    """Yield the values that a step uses and, for each result of ``unbind``, also the value that was unbound."""
+    """Yield the operands of a node. If an operand is a result of ``unbind``, also yield the value that was unbound."""
     for source, number in node.next_functions:
         if source is not None:
             yield source, number
@@ -185,7 +186,7 @@ def _sources(node: Node) -> Iterator[Edge]:
 
 
 def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: Rows) -> None:
-    """Record in ``rows`` which rows of its operands a step uses: all of them, or those at certain positions."""
+    """Record in ``rows`` which rows of its operands a node uses: all, or only the rows at certain positions."""
     for edge, given in zip(node.next_functions, inputs, strict=True):
         source, number = edge
         if source is None or given.label.kind is not ValueKind.ROWS:
@@ -202,11 +203,11 @@ def _note_uses(node: Node, kind: str | None, inputs: Sequence[_Operand], rows: R
 
 
 def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | None:
-    """Return the positions of the rows that a step takes, or None if it uses all rows or the positions are unknown."""
+    """Return the positions of the rows that a node selects; None if it uses all rows, or if they are unknown."""
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
     count = given.shape[given.front]
-    if kind == "Unbind":  # the positions are noted at the nodes that use its results
+    if kind == "Unbind":  # each result of Unbind is one row; the node that uses it has the row's position
         return ()
     if kind == "Select":
         return (_saved(node, "index") % count,)
@@ -260,12 +261,12 @@ def _label(node: Node, rows: Rows) -> Label:
 
 
 def of_whole(kind: str) -> str:
-    """Return the phrase that follows "the loss" for an operator that reduces a whole micro-batch to one number."""
+    """Return a phrase for error messages about a loss that reduces a whole micro-batch to one number by ``kind``."""
     return f"takes the {kind} of a whole micro-batch"
 
 
 def of_total(kind: str) -> str:
-    """Return the phrase that follows "the loss" for an operator that is not linear in a mean or sum."""
+    """Return a phrase for error messages about a loss that applies ``kind``, not linear, to a mean or sum."""
     if kind in ("Mul", "Div"):
         return f"is the {'product' if kind == 'Mul' else 'quotient'} of means or sums over a micro-batch"
     return f"is the {kind} of a mean or sum over a micro-batch"
@@ -276,10 +277,10 @@ def _mixes(kind: str) -> str:
 
 
 def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], inputs: list[_Operand], rows: Rows) -> Label:
-    """Return the label of a step with a total over rows among its operands."""
+    """Return how a node's result depends on the rows if one of its operands is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # plain numbers are not operands
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # without the plain numbers
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:
@@ -292,7 +293,7 @@ def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], input
 
 
 def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
-    """Return the label of one of torch's losses."""
+    """Return how the result of one of torch's losses depends on the rows."""
     label = _combined(kind, inputs, inputs[0].shape, rows)
     if label.kind is ValueKind.ROWS and label.dim is None and (reduction == NONE or label.part is not None):
         return label
@@ -303,7 +304,7 @@ def _of_loss(kind: str, reduction: int, inputs: list[_Operand], shape: tuple[int
 
 
 def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
-    """Return the label of a product of matrices or vectors."""
+    """Return how a product of matrices or vectors depends on the rows."""
     left, right = (one.label for one in operands[-2:])
     if len(operands) > 2 and operands[0] is not _CONSTANT:
         return UNKNOWN
@@ -328,10 +329,10 @@ def _contracted(kind: str, operands: list[_Operand], rows: Rows) -> Label:
 
 
 def _joined(node: Node, kind: str, inputs: list[_Operand], shape: tuple[int, ...]) -> Label:
-    """Return the label of concatenated tensors."""
+    """Return how concatenated or stacked tensors depend on the rows."""
     along = _saved(node, "dim") % len(shape)
     labels = {one.label for one in inputs}
-    if all([one.label.dim is None for one in inputs]):  # rows that were taken one by one
+    if all([one.label.dim is None for one in inputs]):  # each operand is a single row
         return Label(ValueKind.ROWS, along - len(shape))
     first = inputs[0]
     if len({label.dim for label in labels}) > 1 or len(labels) > 1:
@@ -342,7 +343,7 @@ def _joined(node: Node, kind: str, inputs: list[_Operand], shape: tuple[int, ...
 
 
 def _combined(kind: str, inputs: list[_Operand], shape: tuple[int, ...], rows: Rows) -> Label:
-    """Return the label of a step that combines operands element by element."""
+    """Return how the result of an elementwise operator with several operands depends on the rows."""
     dims = {one.label.dim for one in inputs if one.label.dim is not None}
     parts = {one.label.part for one in inputs}
     if len(dims) > 1 or len(parts) > 1:
@@ -366,7 +367,7 @@ def _dims(node: Node, count: int) -> tuple[int, ...]:
 
 
 def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows: Rows) -> Label:
-    """Return the label of a step whose only operand has rows along a dimension."""
+    """Return how a node's result depends on the rows if its only operand has rows along a dimension."""
     label, before, row = given.label, given.shape, given.front
     count = len(shape)
     if kind in _SUMS:
@@ -396,7 +397,8 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
         return label._replace(dim=None if row in gone else row - sum(dim < row for dim in gone) - count)
     if kind == "Expand":
         return label
-    if kind == "Gather" and _saved(node, "dim") % len(before) == row:  # such as a quantile
+    # Gather along the rows comes from operators such as quantile.
+    if kind == "Gather" and _saved(node, "dim") % len(before) == row:
         rows.of_rows.append(_mixes(kind))
         return UNKNOWN
     if kind in ("Select", "Unbind", "Slice", "Split", "UnsafeSplit", "SplitWithSizes", "Gather", "IndexSelect"):
@@ -424,7 +426,7 @@ def _signed(number: int) -> int:
 
 
 def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label after a reduction over dimensions other than the rows, with or without ``keepdim``."""
+    """Return how the result of a reduction over dimensions other than the rows depends on the rows."""
     if len(shape) == len(given.shape):
         return given.label
     before = sum([dim < given.front for dim in _dims(node, len(given.shape))])
@@ -432,10 +434,13 @@ def _without(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
 
 
 def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int]) -> Label:
-    """Return the label after a view with another shape: the row dimension may be split, or merged with the next one."""
+    """Return how a view with shape ``shape`` of a value with shape ``before`` depends on the rows.
+
+    The view may split the row dimension ``row``, or merge it with the next one.
+    """
     size, outside = before[row], prod(before[:row])
     places = [place for place in range(len(shape)) if prod(shape[:place]) == outside]
-    # If the row dimension has size 1, its position among the others does not follow from the sizes.
+    # A row dimension of size 1 can be anywhere among the dimensions: the sizes do not tell where.
     places = places[: row == 0] if size == 1 else [place for place in places if shape[place] != 1]
     if not places or (shape[places[0]] % size and size % shape[places[0]]):
         return UNKNOWN
@@ -443,7 +448,7 @@ def _viewed(label: Label, before: Sequence[int], row: int, shape: Sequence[int])
 
 
 def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label of a step that takes some of the elements along a dimension."""
+    """Return how the result of a node that selects elements along a dimension depends on the rows."""
     label, row = given.label, given.front
     along, places = _saved(node, "dim") % len(given.shape), _places(node, kind, given)
     if kind in ("Select", "Unbind"):
@@ -452,13 +457,13 @@ def _taken(node: Node, kind: str, given: _Operand, shape: tuple[int, ...]) -> La
         return label._replace(dim=row - (along < row) - len(shape))
     if along != row or (shape == given.shape and kind == "Slice"):
         return label
-    if places is not None:  # a slice takes these rows
+    if places is not None:  # Slice, with known positions
         return label._replace(dim=None if len(places) == 1 else label.dim, part=("slice", places, label.part))
     return label._replace(part=("index",) if kind == "IndexSelect" else _EACH_ITS_OWN)
 
 
 def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
-    """Return the label of elements that are chosen by masks and index tensors."""
+    """Return how the elements that masks and index tensors select from an operand depend on the rows."""
     indices: Sequence[torch.Tensor | None] = _saved(node, "indices")
     label, row = given.label, given.front
     places: list[tuple[int, int, torch.Tensor]] = []
@@ -478,5 +483,5 @@ def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
     if not all(masks) and any(index.dim() > 1 for _, _, index in places):
         return UNKNOWN
-    is_order = masks == [False] and len(places) == 1  # of several index tensors, one holds row numbers
+    is_order = masks == [False] and len(places) == 1  # with several, as in x[arange(n), targets], assume all rows
     return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)

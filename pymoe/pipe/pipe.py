@@ -307,7 +307,7 @@ class Pipe(nn.Module):
             kwargs: the model's keyword arguments.
 
         Returns:
-            (micro-batches,): the loss of each, detached.
+            The losses of the micro-batches, detached, of shape (micro-batches,).
 
         Raises:
             TypeError: the model does not take these arguments.
@@ -344,7 +344,7 @@ class Pipe(nn.Module):
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
         unflatten = staged.minimised if loss_fn is None else staged.unflatten_outputs
-        pipeline = staged.pipeline  # before the loss, which is that of its capture
+        pipeline = staged.pipeline  # first, because it may capture the model anew and so change staged.loss
         objective = Objective(loss_fn, has_target, unflatten, staged.loss or 0)
         return self._engine.step(pipeline, micro_batches, planned, self._recomputed(count), objective, weights)
 
@@ -373,13 +373,13 @@ class Pipe(nn.Module):
 
     @property
     def last_run(self) -> Record | None:
-        """Return when each action of the last step, forward pass or backward pass ran; None before the first."""
+        """Return a record of when each action of the last step, forward or backward pass ran; None before the first."""
         return self._engine.last_run
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Return what ``nn.Module`` stores under this name: whether backward hooks are full, or None without hooks. It
-        is the model's value if the pipe has the model's hooks, else the pipe's own.
+        """Return the attribute that ``nn.Module`` has under this name: whether the backward hooks are full backward
+        hooks; None without hooks. If the pipe has the model's hooks, it is the model's attribute.
         """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
@@ -547,7 +547,7 @@ def pipeline(
         mb_kwargs: example keyword arguments. Values that are not tensors, here and in ``mb_args``, are constants of the
             pipe: a call with another value (``pipe(x, k=2.0)`` after ``k=1.0``) raises ValueError. Pass such a value as
             a tensor, or make a pipe for each value.
-        split_spec: by qualified name of a submodule, whether a stage begins or ends there.
+        split_spec: maps the qualified name of a submodule to a :class:`SplitPoint`: a stage begins or ends there.
         split_policy: a function that adds boundaries to the captured graph (a ``torch.fx.GraphModule``) and returns the
             graph, such as :func:`pymoe.pipe.split_into_equal_parameters`. Your own can call
             :func:`pymoe.pipe.mark_boundary` or insert calls of ``pipe_split``.
@@ -622,7 +622,8 @@ def warn_of_micro_batches(model: nn.Module) -> None:
     the other rows of its micro-batch.
     """
     for name, layer in model.named_modules():
-        # The user chose a DeferredBatchNorm. In evaluation mode a batch norm uses its running statistics, if any.
+        # Do not warn of a DeferredBatchNorm, which the user has chosen, nor of a batch norm in evaluation mode that has
+        # running statistics: it does not use those of the micro-batch.
         is_plain = isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
         if is_plain and (layer.training or layer.running_mean is None):
             does = "normalises each micro-batch by itself"
@@ -643,9 +644,10 @@ def warn_of_micro_batches(model: nn.Module) -> None:
 
 def warn_of_no_gain(schedule: Schedule, rows_are_few: bool, model: nn.Module | None) -> None:
     """Give a UserWarning, at the line of the user's code that calls the step, if no two stages can run at the same
-    time, and one if ``model`` itself has hooks, which a step does not call (None: no hooks to check).
+    time. Give another if ``model`` itself has hooks, because a step does not call them.
 
-    ``rows_are_few``: there are fewer rows than the requested micro-batches.
+    ``rows_are_few``: whether the mini-batch has fewer rows than the requested number of micro-batches. ``model``: None
+    if there are no hooks to check.
     """
     stages, messages = schedule.stages, []
     if stages == 1:

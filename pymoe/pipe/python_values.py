@@ -1,10 +1,9 @@
 """Reads variables that may have no value (cells of closures, slots), and recognises numpy arrays, random number
 generators of Python and numpy, and modules whose code is assumed not to change.
 
-Two walks over values and everything in them use this module. A capture's walk (``capture/contents.py``) compares values
-of any class by contents, at any depth, to notice that a graph has become invalid. A stage's walk
-(``execution/held_values.py``) compares identities before and after every forward, in microseconds, and finds what can
-be restored.
+Two recursive walks over values use this module. ``capture/contents.py`` compares values of any class by contents, at
+any depth, to notice that a captured graph has become invalid. ``execution/held_values.py`` compares identities before
+and after every forward of a stage, in microseconds, and finds what can be restored.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class ForeignGenerator(NamedTuple):
 
 
 def foreign_generator(value: Any) -> ForeignGenerator | None:
-    """Return a generator of Python or numpy with torch's methods; None for other values and for ``SystemRandom``."""
+    """Return a :class:`ForeignGenerator` for a generator of Python or numpy; None for others and ``SystemRandom``."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
     numpy_random = sys.modules.get("numpy.random")

@@ -25,13 +25,16 @@ STEP_OPTIONS = ("target", "loss_fn", "schedule", "chunks", "reduction")
 
 
 class LayersAsStages(StagedModel):
-    """A model each of whose stages is one or more of its layers. If a layer is replaced later, the new layer is run."""
+    """A model whose stages each consist of one or more of its layers.
+
+    If a layer of the model is replaced later, the new layer runs.
+    """
 
     module: nn.Sequential | nn.ModuleList
 
     def __init__(self, module: nn.Sequential | nn.ModuleList) -> None:
         self.module = module
-        self._one_at_a_time = StageLock()  # held by a thread that has found a layer replaced
+        self._one_at_a_time = StageLock()  # taken by a thread that adapts the stages to replaced layers
         self._stand()
 
     @property
@@ -107,7 +110,8 @@ class OwnStages(LayersAsStages):
 
     def _make_pipeline(self) -> Pipeline:
         self.devices = place(self.parts, self._places)
-        items: list[dict[int | None, int]] = [{} for _ in self.parts]  # by stage: taken item -> output
+        # For each stage: the items that are taken of its result, and the index of the output for each.
+        items: list[dict[int | None, int]] = [{} for _ in self.parts]
 
         def source(taken: Taken, taker: int) -> Source:
             stage, item = taken if isinstance(taken, Source) else (taken, None)
@@ -288,7 +292,7 @@ def _run_with_skips(
 
 
 class _StageSkips(InPlace):
-    """The skip tracker of a stage: keeps skips of its own layers and other stages for the layers that pop them."""
+    """Keeps the skips that a stage's layers stash, and those received from other stages, until they are popped."""
 
     def __init__(self, taken: Iterable[tuple[Key, Any]], sends: list[Key], pops: Counter[Key]) -> None:
         super().__init__(pops.__getitem__)

@@ -90,7 +90,7 @@ Key = tuple[Namespace | None, str]  # None for skips that are not in a namespace
 
 
 class SkipTracker(Protocol):
-    """Keeps skips, and returns each once to every module that pops it."""
+    """Keeps the value of each skip until every module that pops the skip has received it."""
 
     def save(self, key: Key, value: Any) -> None:
         """Keep ``value``, which may be None, for all pops of ``key``."""
@@ -192,7 +192,7 @@ class stash(Generic[Value]):
 
     @property
     def tensor(self) -> Value:
-        """Return ``value``, under torchgpipe's name."""
+        """Return ``value``, which torchgpipe calls ``tensor``."""
         return self.value
 
     @tensor.setter
@@ -228,11 +228,11 @@ class Skippable(nn.Module):
     poppable_names: frozenset[str] = frozenset()
     _namespaces: dict[str, Namespace]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # is also called for copies
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # copies are made without a call of __init__
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
         with _lock:
-            for name in cls.poppable_names:  # its namespace is looked up when pops are counted
+            for name in cls.poppable_names:  # namespaces may still change: _count_pops() looks them up
                 _poppers.setdefault(name, weakref.WeakSet()).add(self)
         return self
 
@@ -240,8 +240,8 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attributes that torchgpipe and torch name differently. (A property or method of such a name would
-        hide an attribute of the decorated class.)
+        """Return the attributes that torchgpipe and torch define and pymoe does not. Properties or methods with these
+        names would hide attributes of the decorated class.
         """
         try:
             return super().__getattr__(name)
@@ -260,7 +260,7 @@ class Skippable(nn.Module):
             raise
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept keys as saved by torchgpipe and torch, whose skippable modules wrap the decorated one."""
+        """Also load keys with the prefix ``module.``, as torchgpipe and ``torch.distributed.pipeline`` save them."""
         wrapped = f"{prefix}module."
         if "module" not in self._modules:
             for name in [name for name in state_dict if name.startswith(wrapped)]:
@@ -385,7 +385,7 @@ _running = _Innermost()
 def _dispatch(
     module: Any, input: Any, handle_stash: Callable[[str, Any], object], handle_pop: Callable[[str], Any]
 ) -> Any:
-    """Run the module's own forward, call a handler for each of its commands, and return the output."""
+    """Run the forward of the decorated class, call a handler for each of its commands, and return the output."""
     outer, _running.innermost = _running.innermost, module
     try:
         return _drive(module, type(module).module_cls.forward(module, input), handle_stash, handle_pop)
@@ -487,8 +487,9 @@ class SkipRoute:
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every pop of a sequential model follows its stash, and that every stash has a pop. The order is that
-    in which modules were assigned, including nested ones.
+    """Check that every pop of a sequential model follows its stash, and that every stash has a pop.
+
+    Modules count in the order in which they were assigned to their parents, nested ones included.
 
     Raises:
         TypeError: with a line for each fault: a name is stashed twice in one namespace, popped before it is stashed,
@@ -521,7 +522,7 @@ def skip_routes(parts: Sequence[nn.Module]) -> list[SkipRoute]:
 
     The model must be one that :func:`verify_skippables` accepts.
     """
-    routes: dict[Key, list[int]] = {}  # the part that stashes, and the parts that pop
+    routes: dict[Key, list[int]] = {}  # for each skip: the part that stashes it, then the parts that pop it
     for number, part in enumerate(parts):
         for _, layer in _skippables(part):
             for key in layer.poppable():

@@ -174,7 +174,7 @@ def cut_graph(
 
     input_side = _with_users(behind, parents)
     weight_side = _with_users([node for node in leaf_nodes if node not in input_side], parents, input_side)
-    cuts: dict[Node, list[tuple[int, Node]]] = {}  # edges to weight sides, by node of the input side
+    cuts: dict[Node, list[tuple[int, Node]]] = {}  # for each node of the input side: its edges to weight sides
     for after in weight_side:
         for node, place in parents.get(after, ()):
             if node in input_side:
@@ -210,7 +210,7 @@ def _with_users(
 def _add_connected(
     early: set[Node], weight_side: set[Node], parents: Mapping[Node, Sequence[tuple[Node, int]]]
 ) -> None:
-    """Add to ``early`` all nodes of weight sides that are connected to its nodes."""
+    """Add to ``early`` all nodes in ``weight_side`` that are connected to a node in ``early``, directly or not."""
     stack = list(early)
     while stack:
         node = stack.pop()
@@ -265,12 +265,12 @@ def free_saved_tensors(nodes: Iterable[Node]) -> None:
             if saved.unpack_hook is None:
                 try:
                     saved.register_hooks(lambda _: None, lambda _: None)
-                except RuntimeError:  # this node saves nothing
+                except RuntimeError:  # the node saved no tensor here
                     continue
 
 
 class _Enough(Exception):
-    """Raised to end a backward pass."""
+    """Raised within a backward pass to end it early."""
 
 
 class _WithinBackward(torch.autograd.Function):
@@ -288,12 +288,14 @@ class _WithinBackward(torch.autograd.Function):
 
 
 class DeferredGradients:
-    """Records the gradients that reach nodes with deferred edges, and computes those of the edges in part two."""
+    """Records the gradients that reach nodes with deferred edges; :meth:`gradients` computes the edges' own later."""
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred
-        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}  # in the order in which the nodes have run
-        # For autograd Functions: the index of the input that each edge is for; -1 for an edge that leads nowhere.
+        # The gradients that have reached each node, in the order in which the nodes have run.
+        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+        # For each node of an autograd Function: the index of the input to which each edge belongs; -1 for edges without
+        # a next node.
         self._places: dict[Any, list[int]] = {}
         self._hooks: list[Any] = []
 
@@ -345,8 +347,8 @@ class DeferredGradients:
             others = [end for end in ends if not _is_leaf(end)]
             with torch.enable_grad():
                 anchor = torch.empty(0, device=device, requires_grad=True)
-                # Leaves come after this node in the pass, and the other nodes were made before it, so it is the first
-                # to run. The gradients given to the others only mark them as part of the pass, which ends before they
+                # Autograd runs the latest node first, so it begins with this one; the leaves follow as its inputs. The
+                # gradients passed for the other nodes only make these nodes part of the pass, which ends before they
                 # run.
                 start = apply_directly(_WithinBackward, work, anchor, *leaves)
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
@@ -357,7 +359,7 @@ class DeferredGradients:
 
     def _run(self, node: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         places = self._places.get(node)
-        if places is None:  # a node of torch's
+        if places is None:  # a node of torch's own operators
             computed = node(*grads)
             return computed if isinstance(computed, tuple) else (computed,)
         late = {places[edge] for edge in self._edges[node]}
@@ -390,6 +392,6 @@ def _blank(edge: GradientEdge) -> Tensor:
     zero = _zeros.get(kind)
     if zero is None or len_torch_dispatch_stack():
         zero = torch.zeros((), dtype=kind[0], device=kind[1])
-        if type(zero) is Tensor:  # a dispatch mode may have made another tensor
+        if type(zero) is Tensor:  # keep only plain tensors: a dispatch mode may have made a subclass
             _zeros[kind] = zero
     return zero.expand(about.shape)

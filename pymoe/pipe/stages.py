@@ -67,7 +67,7 @@ class Pipeline:
 
     @cached_property
     def made(self) -> tuple[tuple[Source, ...], ...]:
-        """Return the outputs of every stage as sources."""
+        """Return a :class:`Source` for every output, by stage."""
         return tuple(
             tuple(Source(number, output) for output in range(stage.outputs)) for number, stage in enumerate(self.stages)
         )
@@ -83,7 +83,7 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 class StagedModel(ABC):
     """A pipeline, and the conversion between calls of the model and the pipeline's input and output values.
 
-    Copies (``copy.deepcopy``, ``pickle``) run their own modules.
+    A copy (``copy.deepcopy``, ``pickle``) runs its own copies of the modules.
     """
 
     module: nn.Module
@@ -136,7 +136,7 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return stages that run ``functions``, one for each part, and that weight the losses injected by the part."""
+        """Return one stage per part, which runs the part's function and weights the auxiliary losses in the part."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -149,8 +149,8 @@ class StagedModel(ABC):
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """Split a call of the model. Every micro-batch has the values of the pipeline's inputs, then its part of each
-        of ``others``.
+        """Cut the arguments of a call of the model into micro-batches. The values of a micro-batch are the pipeline's
+        inputs, followed by its parts of ``others``.
         """
         parts = split((*args, *kwargs.values(), *others), chunks)
         last = len(args) + len(kwargs)
@@ -233,7 +233,7 @@ def refuse_moves(tensors: Iterable[torch.Tensor], change: Callable[[torch.Tensor
 
 
 def shared_parameters(parts: Sequence[nn.Module]) -> Iterator[dict[int, str]]:
-    """For every parameter that several parts share, yield its name in each of these parts, by the part's number."""
+    """For every parameter that several parts share, yield its name in each of them, by the index of the part."""
     users: dict[int, dict[int, str]] = {}
     for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():
@@ -260,7 +260,7 @@ class Structure:
     ) -> None:
         found = {id(module): module for root in (model, *parts) for module in root.modules()}.values()
         self._model = model
-        self._shown = model._modules  # a pipe shares this dictionary, but deleting a layer replaces it
+        self._shown = model._modules  # shared with the pipe; nn.Sequential replaces it when a layer is deleted
         self._layers = dict(model._modules)
         self._parts = parts
         self._made = [(module, dict(module._modules), original) for module, original in made]
@@ -304,7 +304,7 @@ def have_same_items(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
 
 
 def _difference(then: Mapping[str, nn.Module | None], now: Mapping[str, nn.Module | None]) -> str:
-    """Describe which modules are new and which are gone, or, if there are none, the names then and now."""
+    """Describe which modules are new and which are gone; if there are no such modules, the names before and after."""
 
     def without(some: Mapping[str, nn.Module | None], others: Mapping[str, nn.Module | None]) -> str:
         return ", ".join(

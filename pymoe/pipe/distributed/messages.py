@@ -160,11 +160,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def _lay_out_all(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[tuple[torch.Tensor, TensorLayout]], list[tuple[int, tuple[TensorLayout, int] | None]]]:
-    """Return the tensors to send. Also return, for every given tensor, the index of the sent tensor that contains it,
-    and its part of the sent tensor (None: the whole).
+    """Return the tensors to send with their layouts and, for every given tensor, where it is: the index of the sent
+    tensor that contains it, and its layout and offset therein (None: it is the whole sent tensor).
 
-    Tensors that overlap in memory are sent as the bytes that contain them, so that they overlap at the receiver as
-    well: an in-place change of one changes the others, or is refused, as in one process.
+    Tensors that overlap in memory are sent as one tensor of bytes, so that they overlap at the receiver as well. An
+    in-place change of one then changes the others, or is refused, as it is in a single process.
     """
     sent: list[tuple[torch.Tensor, TensorLayout]] = []
     found: list[tuple[int, tuple[TensorLayout, int] | None]] = [(0, None)] * len(tensors)
@@ -230,7 +230,7 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
     """Return the detached tensor, copied if its memory has gaps or needs conversion, and the layout of the result."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # the strides of a tensor without gaps
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # there are gaps between its elements
         tensor = tensor.contiguous()
     return tensor, TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -300,12 +300,13 @@ class Transport:
         """The groups in which this rank waits for messages: one for messages to higher, one for messages to lower
         ranks."""
         peers = range(dist.get_world_size(group))
-        # By peer: slots of the descriptions that it has; descriptions that it has sent, by slot; and messages that
-        # arrived early.
+        # Lists with an item for each peer. A description is sent once and gets a slot; later messages give the slot.
+        # ``_slots``: the slots of sent descriptions; ``_descriptions``: received descriptions, by slot; ``_inboxes``:
+        # messages that have arrived before this rank asked for them.
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
         self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
-        self._posted: list[tuple[Any, Callable[[], None]]] = []  # sends, and functions that wait for them
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # sends in progress; functions that wait for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
         if self._wire.type == "cpu":
@@ -338,7 +339,7 @@ class Transport:
                 self._posted = [*(one for one in self._posted if not one[0].is_completed()), (work, arrival)]
 
     def expect(self, peer: int, count: int) -> None:
-        """Make a thread receive ``count`` messages of this step from ``peer`` in advance, if there are such threads."""
+        """Receive ``count`` messages from ``peer`` in the background. Do nothing without background threads (NCCL)."""
         if self._readers:
             for _ in range(count):
                 self._readers[peer].put(partial(self._take, peer))
@@ -349,9 +350,9 @@ class Transport:
         while key not in inbox:
             for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
                 del inbox[other]
-            if later := {other.step for other in inbox if other.step > key.step}:  # so none of this step can follow
+            if later := {other.step for other in inbox if other.step > key.step}:  # none of this step can follow
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
-            if self._readers:  # a thread receives it
+            if self._readers:  # background threads receive the messages
                 if not self._readers[peer].pending:
                     self.expect(peer, 1)
                 message = self._readers[peer].get()
@@ -420,7 +421,7 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
     """Wait until a ``dist.Work`` between this rank and ``peer`` is done. Raise RuntimeError if it fails.
 
     The failure of another rank ends the wait, too (:mod:`.watchdog`). ``sent``: the message that is being sent; None if
-    one is being received. ``kept``: objects that must stay alive until the end of the wait.
+    one is being received. ``kept``: a tensor that must stay alive until the end of the wait.
     """
     try:
         work.wait()
@@ -433,8 +434,8 @@ def wait(work: Any, peer: int, sent: Key | None = None, kept: torch.Tensor | Non
 class Background:
     """A daemon thread that runs functions one after the other until one raises.
 
-    (It is no executor, because at exit the interpreter waits for an executor's threads, and a wait for a message may
-    never end.)
+    Used instead of an executor, because the interpreter waits for the threads of executors when it exits, and a wait
+    for a message may never end.
     """
 
     def __init__(self, name: str) -> None:
@@ -469,6 +470,6 @@ class Background:
                 result = function()
             except BaseException as raised:
                 error = raised
-            del function  # release what was sent before the rank learns of its arrival
+            del function  # release the sent memory before its arrival is reported
             self._results.put((result, error))
             result = None

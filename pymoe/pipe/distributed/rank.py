@@ -84,7 +84,7 @@ class RankPlan:
 
     @cached_property
     def takes(self) -> list[tuple[Source, ...]]:
-        """Return the values that each stage takes; the last one also takes the model's outputs that others make."""
+        """Return the values that each stage takes. The last stage also takes the model's outputs from other stages."""
         taken = [stage.inputs for stage in self.pipeline.stages]
         last = len(taken) - 1
         taken[last] = (*taken[last], *[source for source in self.pipeline.outputs if source.stage != last])
@@ -92,7 +92,7 @@ class RankPlan:
 
     @cached_property
     def _makers(self) -> list[set[int]]:
-        """Return, for every stage, the stages that send to it. Stage 0 sends an empty message to one without inputs."""
+        """Return the stages that send to each stage. Stage 0 sends an empty message to every stage without inputs."""
         makers = [{maker_of(source) for source in taken} - {stage} for stage, taken in enumerate(self.takes)]
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
@@ -114,8 +114,8 @@ class RankPlan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return the values that every stage of this rank sends, by receiving rank. Each message is answered by
-        one with their gradients.
+        """Return, for every stage of this rank, the values that it sends to each rank. The receiver answers with a
+        message that contains their gradients.
         """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
@@ -171,9 +171,12 @@ Shared = dict[int, str]
 
 
 class Tied:
-    """The parameters that one rank shares with others, by the messages in which their gradients and values are sent.
+    """The parameters that a rank shares with other ranks, grouped by the messages with their gradients or values.
 
-    ``parts``: the module of every stage.
+    Args:
+        parts: the module of every stage.
+        rank_of: the rank of every stage.
+        rank: this rank.
     """
 
     def __init__(self, parts: Sequence[nn.Module], rank_of: Sequence[int], rank: int) -> None:
@@ -189,7 +192,7 @@ class Tied:
         self._shared = list(shared_parameters(parts))
         self._look()
         self._own = {stage for stage, of_stage in enumerate(rank_of) if of_stage == rank}
-        for shared in self._shared:  # in the same order in every process
+        for shared in self._shared:  # every process has the same order
             ranks = [rank_of[stage] for stage in shared]
             others = sorted({*ranks} - {rank})
             if rank not in ranks or not others:
@@ -211,7 +214,7 @@ class Tied:
         self._seen = [(module._parameters, *item) for module in modules for item in module._parameters.items()]
 
     def holds(self) -> bool:
-        """Return whether stages still share the same parameters: users may replace, tie or untie parameters."""
+        """Return whether the stages still share the same parameters. Users may replace, tie or untie parameters."""
         if all(parameters.get(name) is parameter for parameters, name, parameter in self._seen):
             return True
         self._look()
@@ -239,7 +242,7 @@ class SharedSource(random_streams.RandomSource):
         """True if any stage is known to have drawn random numbers."""
 
     def seed(self, position: int) -> int:
-        """Return the seed of the stream at ``position``; set :attr:`has_drawn`."""
+        """Record in :attr:`has_drawn` that random numbers are drawn, and return the seed of stream ``position``."""
         self.has_drawn = True
         return super().seed(position)
 
@@ -257,15 +260,16 @@ class RankStep(Step):
         self.plan, self.tied, self.transport, self.number = planned.plan, planned.tied, transport, number
         super().__init__(self.plan.pipeline, self.plan.uses, count, graphs, planned.recompute, recomputed)
         self.sums = {stage: WeightedSums() for stage in self.plan.stages}
-        # By stage, its leaves and the sums of their gradients, once its backwards have run.
+        # For each stage that has run its backwards: its leaf tensors, and the sums of their gradients.
         self.totals: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.replicated: list[DistributedDataParallel] = []  # modules of stages, wrapped by the user
-        self.inputs: dict[int, StepInputs] = {}  # of the model, by micro-batch
+        self.inputs: dict[int, StepInputs] = {}  # the model's inputs, by micro-batch
         self.rows: dict[int, int] = {}
         self.readings: dict[int, LossReading] = {}  # facts read from the losses' graphs, by micro-batch
         self.forwards = 0
         self.random: SharedSource | None = None
-        self._received: dict[tuple[int, int], GradAccumulator] = {}  # gradients of values that other ranks have made
+        # Sums of the gradients of received values. Keys: the stage that made the values, and the micro-batch.
+        self._received: dict[tuple[int, int], GradAccumulator] = {}
         self._sent: dict[tuple[int, int, int], list[tuple[GradAccumulator, int, torch.device] | None]] = {}
         self._output_graphs: dict[int, Graph] = {}
 
@@ -297,8 +301,9 @@ class RankStep(Step):
         return self._outputs(micro_batch) if stage == len(pipeline.stages) - 1 else None
 
     def backward(self, stage: int, micro_batch: int, loss: torch.Tensor | None, whole: bool) -> None:
-        """Run a stage's backward. Only the last stage uses ``loss``, the micro-batch's loss, to begin with.
+        """Run the backward of a stage for a micro-batch.
 
+        ``loss``: the loss of the micro-batch, from which the last stage's backward starts; other stages ignore it.
         ``whole``: also compute the gradients of weights; if False, :meth:`backward_weight` computes them later.
         """
         plan = self.plan
@@ -343,8 +348,8 @@ class RankStep(Step):
         self.keep(micro_batch, [Source(INPUT, number) for number in range(len(values))], values)
 
     def _outputs(self, micro_batch: int) -> list[Any]:
-        """Return the model's outputs, from which the schedule computes the loss. Their autograd history begins here:
-        the loss's graph ends at them.
+        """Return the model's outputs, from which the schedule computes the loss. The graph of the loss ends at them,
+        because they are cut off from the graphs of the stages.
         """
         pipeline = self.plan.pipeline
         last = len(pipeline.stages) - 1
@@ -361,7 +366,7 @@ class RankStep(Step):
         graph = self._output_graphs.pop(micro_batch)
         graph.close()
         if not self.rows[micro_batch]:
-            return  # without rows the loss is NaN or 0, and has no weight
+            return  # the loss of a micro-batch without rows is NaN or 0, and has no weight
         if loss.grad_fn is None:
             raise RuntimeError("pymoe.pipe: the loss does not require gradients: nothing that it depends on does")
         if self.count > 1 and (reading := read_loss(loss, {graph.entry})) is not None:
@@ -372,19 +377,22 @@ class RankStep(Step):
         graph.deliver(found)
         self.sums[len(self.plan.rank_of) - 1].of(self.rows[micro_batch]).add(leaves, found[len(graph.edges) :])
         if not loss._is_view():
-            loss.detach_()  # the schedule keeps the loss, and so its graph, until the step ends
+            loss.detach_()  # frees the graph: the schedule keeps the loss until the step ends
 
     def send(
         self, rank: int, subject: Subject, stage: int, micro_batch: int, description: bytes, tensors: list[torch.Tensor]
     ) -> None:
-        """Begin to send a message of this step. Its notes: the rows of the micro-batch, the base of random numbers, and
-        whether any stage is known to have drawn.
+        """Begin to send a message of this step. Every message also carries the number of rows of the micro-batch, the
+        base of the random numbers, and whether this rank knows of a stage that has drawn random numbers.
         """
         notes = self.rows.get(micro_batch, 0), self._source.base, int(self._source.has_drawn)
         self.transport.send(rank, Key(self.number, subject, stage, micro_batch), description, tensors, notes)
 
     def receive(self, rank: int, subject: Subject, stage: int, micro_batch: int) -> Message:
-        """Wait for a message of this step and return it. Record its base of random numbers and whether a stage drew."""
+        """Wait for a message of this step and return it.
+
+        Record what the message says about random numbers: their base, and whether a stage has drawn any.
+        """
         message = self.transport.receive(rank, Key(self.number, subject, stage, micro_batch))
         _, base, has_drawn = message.notes
         if self.random is None:
@@ -393,10 +401,10 @@ class RankStep(Step):
         return message
 
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
-        """Return {memory: {rank: stage}}: for the memory of each tensor that ``stage`` has made, and for every rank,
-        the last stage on that rank that takes a tensor in this memory.
+        """Return ``{memory: {rank: taker}}`` for the memory of each tensor that ``stage`` has made: for every rank, the
+        last stage that takes a tensor in this memory, if any does.
 
-        Also set ``taken_until`` of these tensors: the last stage on another rank that takes the same memory.
+        Also set ``taken_until`` of these tensors: the last stage on another rank that takes their memory.
         """
         plan = self.plan
         takers: dict[int, dict[int, int]] = {}
@@ -420,14 +428,14 @@ class RankStep(Step):
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
-            self._sent[stage, micro_batch, rank] = [  # the tensors are no longer needed
+            self._sent[stage, micro_batch, rank] = [  # keep where the gradients go, not the tensors
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
                 for one in boundaries_of(values)
             ]
 
     def _may_change(self, stage: int, micro_batch: int, sources: Sequence[Source]) -> set[int]:
-        """Return the memory that may change while it is sent: that of values still used on this rank, and of the
-        stage's parameters and buffers.
+        """Return the ids (:func:`memory_of`) of memory that may change while it is sent: that of values still used on
+        this rank, and of the stage's parameters and buffers.
         """
         kept, left = self._values[micro_batch], self._uses_left
         taken = [kept[source] for source in sources if left.get((micro_batch, source), self._uses[source]) > 1]
@@ -651,9 +659,10 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return this process's :class:`Rank` for a pipe and a group, shared by all stages that are built for these two.
+    """Return this process's :class:`Rank` for a pipe and a process group. Every call for the same two returns the same
+    object.
 
-    ``device``: used by the first call for them.
+    ``device``: the device of the rank; ignored unless this is the first call for the pipe and the group.
     """
     ranks = _ranks.setdefault(pipe, {})
     if group not in ranks:

@@ -117,7 +117,7 @@ class RankStage(PipelineStageBase):
         if self.has_backward:
             self._run("sum of gradients", -1, self._rank.reduce, self.stage_index, grad_scale_factor != 1, self.submod)
 
-    scale_grads = perform_reduce_grad  # the schedule decides which of the two it calls
+    scale_grads = perform_reduce_grad  # each class of schedules calls one of these two names
 
     def _forward(self, micro_batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], save: bool) -> Any:
         step = self._rank.step or self._open()
@@ -132,7 +132,7 @@ class RankStage(PipelineStageBase):
             if save:
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the loss comes next
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule computes it now
         if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
             self._rank.finish(step)
         return output
@@ -148,13 +148,14 @@ class RankStage(PipelineStageBase):
         graphs = bool(self.has_backward) and graphs_are_made()
         part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
         if self.submod is part:  # so the user has not wrapped the module
-            self.submod = self._part  # it may have been replaced
+            self.submod = self._part  # layers of the model may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Remember the number of micro-batches of a schedule, the latest last. A schedule passes it only before its
-        first step, and a step does not say which schedule runs it. If schedules with different numbers share the stage,
-        a step therefore has to guess its number (see :meth:`_open`).
+        """Record the number of micro-batches of a schedule, after those of earlier schedules.
+
+        A schedule passes its number only before its first step, and a step does not say which schedule runs it. So if
+        schedules with different numbers use the stage, a step has to guess its number (see :meth:`_open`).
         """
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])

@@ -39,7 +39,7 @@ PAGE_BYTES = 128
 
 
 class Position(NamedTuple):
-    """Says what a rank is doing. The phase is "forward", "backward", "loss", or another word."""
+    """Says what a rank is doing. The phase is a word such as "forward", "backward" or "loss"."""
 
     phase: str
     stage: int
@@ -58,7 +58,7 @@ class RankError(RuntimeError):
         rank: the rank of the group that failed. None: unknown.
         stage: the stage that the rank was running; None: no stage, or unknown.
         micro_batch: the micro-batch that the rank was running; None: no stage, or unknown.
-        phase: "forward", "backward", "loss", or another word of the rank's; None: unknown.
+        phase: what the rank was doing, such as "forward", "backward" or "loss"; None: unknown.
         error: the error that the rank raised, with its traceback, as text; empty if the rank raised none.
     """
 
@@ -119,7 +119,7 @@ class Peer:
             with open(f"/proc/{process.id}/fd/{heartbeat.page}", "rb") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ)
         except (OSError, ValueError, AttributeError):
-            pass  # the process has ended, or the system has no pidfd: rely on the store
+            pass  # the process has ended, or the system has no pidfds: rely on the heartbeats in the store
         self.has_ended = process.has_ended()
 
     @property
@@ -131,13 +131,13 @@ class Peer:
     def heartbeat(self) -> Heartbeat:
         """Return the peer's heartbeat: its current or final state if it is on this host, else the latest one read."""
         if self._page is not None:
-            with contextlib.suppress(Exception):  # an incomplete record raises
+            with contextlib.suppress(Exception):  # fails while the peer writes the record
                 steps, *at = pickle.loads(self._page[:])
                 self._heartbeat = replace(self._heartbeat, steps=steps, at=Position(*at) if at else None)
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Read the newest heartbeat from the store, unless the peer shares memory. Return False if that failed."""
+        """Read the peer's heartbeat from the store, unless it shares memory. Return False if it could not be read."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -163,7 +163,7 @@ class Peer:
 # The failure detector.
 
 PATIENCE_S = 30.0  # silence after which a rank on another host counts as failed
-SUSPICION_S = 3.0  # the same if a connection to the rank has broken
+SUSPICION_S = 3.0  # silence after which a rank counts as failed if a connection to it has broken
 GRACE_S = 3.0  # time limit for the others' first heartbeats, and for the others to read a report of a failure
 STORE_TIMEOUT_S = 30.0  # time limit of one call to the store
 LEAVE_S = 60.0  # a finished rank waits this long for the others to end their steps
@@ -214,7 +214,7 @@ class FailureDetector:
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
-        """Begin a step, if none has begun. Raise RankError if a rank has failed. The first step starts the thread."""
+        """Begin a step unless one is running. The first call starts the thread. Raise RankError if a rank failed."""
         self._check()
         if self._ranks == 1:
             return
@@ -245,7 +245,7 @@ class FailureDetector:
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
             self._in_step = False
-            return None  # the failure has been reported
+            return None  # this failure has been reported before
         at = self._heartbeat.at
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
@@ -257,8 +257,8 @@ class FailureDetector:
                 what += f"; the others: {'; '.join(map(str, self._peers))}"
         failure = self._report(RankError(what, self._rank, at, "".join(traceback.format_exception(error)).strip()))
         self._in_step = False
-        self._wait_until(self._others_are_done, GRACE_S)  # because the store may end with this process
-        abort_waits(tuple(self._groups))  # waits of the sending threads
+        self._wait_until(self._others_are_done, GRACE_S)  # the store may be in this process, which may exit now
+        abort_waits(tuple(self._groups))  # so that the threads that send stop waiting
         return None if failure.rank == self._rank else copy.copy(failure)
 
     def __enter__(self) -> FailureDetector:
@@ -267,7 +267,7 @@ class FailureDetector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
-            if self._in_step:  # False if the block has already ended the step
+            if self._in_step:  # else the block has already ended the step
                 self.end()
         elif (other := self.fail(error)) is not None and isinstance(error, Exception):
             raise other from error
@@ -290,16 +290,16 @@ class FailureDetector:
             raise copy.copy(self._failure)
 
     def _show(self, at: Position | None, steps: float = 0) -> None:
-        """Show this rank's position, and ``steps`` more finished steps, to other ranks on this host."""
-        with self._page_lock:  # the rank's thread may be here while the watchdog thread reports a failure
+        """Add ``steps`` to the number of finished steps, and show it and this rank's position to ranks on this host."""
+        with self._page_lock:  # the rank's own thread and the watchdog thread may call this at the same time
             self._heartbeat.steps += steps
             self._heartbeat.at = at
             self._page[:] = pickle.dumps((self._heartbeat.steps, *(at or ())))[:PAGE_BYTES].ljust(PAGE_BYTES)
 
     def _know_all(self) -> bool:
-        """Look for first heartbeats, and return whether all ranks have sent theirs.
+        """Add to the peers each rank whose first heartbeat has arrived. Return whether all other ranks are peers now.
 
-        A process that ends before its first heartbeat goes unnoticed.
+        The end of a process before its first heartbeat goes unnoticed.
         """
         for rank in set(range(self._ranks)) - {self._rank, *(peer.rank for peer in self._peers)}:
             if (heartbeat := self._store.read(f"rank {rank}")) is not None:
@@ -335,12 +335,12 @@ class FailureDetector:
             if self._failure is None:
                 self._look()
             elif self._in_step:
-                abort_waits(tuple(self._groups))  # repeatedly, because the rank may begin another wait after this
+                abort_waits(tuple(self._groups))  # in every round, since the rank may have begun another wait
             self._sleep(HEARTBEAT_S)
 
     def _look(self) -> None:
         if self._know_all() and not self._in_step and all(peer.is_watched for peer in self._peers):
-            return  # between steps nobody needs heartbeats
+            return  # all peers are watched by the system, so they need no heartbeats between steps
         self._write()
         for peer in self._peers:
             peer.hear(self._store)
@@ -356,8 +356,8 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Return the error for a lost store. It is a failure, because a rank that ends normally first waits until the
-        others have ended their steps. A peer whose process has ended is reported as its cause.
+        """Return the error to raise if the store cannot be reached: the failure of a peer whose process has ended, if
+        there is one. A lost store is always a failure, because ranks that end normally first wait for the others.
         """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)

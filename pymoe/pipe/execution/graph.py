@@ -64,10 +64,10 @@ class GradAccumulator:
     __slots__ = ("grads",)
 
     def __init__(self) -> None:
-        self.grads: list[torch.Tensor | None] = []  # the sums so far, by tensor
+        self.grads: list[torch.Tensor | None] = []  # the sum so far for each tensor; None if it has no gradient yet
 
     def cross(self, tensor: torch.Tensor) -> BoundaryTensor:
-        """Return ``tensor`` as a boundary tensor; if it requires gradients, detached, and this object sums them."""
+        """Return ``tensor`` as a boundary tensor. If it requires gradients, detach it, and sum its gradients here."""
         self.grads.append(None)
         if not tensor.requires_grad:
             return BoundaryTensor(tensor)
@@ -156,7 +156,7 @@ def refuse_unseen_edit(boundary: BoundaryTensor, stage: int) -> None:
 
 
 def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tensor:
-    """Return the tensor, moved to ``device`` if one is given.
+    """Return the tensor of ``boundary``, moved to ``device`` unless ``device`` is None.
 
     Raises:
         RuntimeError: another stage has changed the tensor in place.
@@ -168,7 +168,7 @@ def receive(boundary: BoundaryTensor, device: torch.device | None) -> torch.Tens
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor on ``device``. Only copies to the CPU block: the host could read them too early."""
+    """Return the tensor on ``device``. Wait for a copy to the CPU to be complete, but not for other copies."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -179,16 +179,16 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 
 
 class _StageInputs(torch.autograd.Function):
-    """Returns an alias of the anchor, which keeps this node alive, and aliases of ``sources``.
+    """Returns an alias of ``anchor``, to keep this node alive, and aliases of ``sources``.
 
-    Gradients are captured before they reach this node.
+    Backward passes end at the edges of this node, and never run it.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, fixed: Sequence[bool], *sources: torch.Tensor) -> Any:
         aliases = [source.detach() for source in sources]
         if True in fixed:
-            # torch refuses in-place changes of views that are made here.
+            # Torch refuses in-place changes of views that a custom Function has made.
             aliases = [alias.view_as(alias) if own else alias for alias, own in zip(aliases, fixed, strict=True)]
         return anchor.detach(), *aliases
 
@@ -224,21 +224,21 @@ class Graph:
         self.stream: Any = stream  # the backward continues the forward's random numbers
         self.entry: Node | None = None  # the entry node of the graph, if it has inputs
         self.edges: list[GradientEdge] = []  # edges of the entry, one for each input that needs gradients
-        # For each edge: the accumulator that gets its gradient, its number there, and the device.
+        # For each edge: the accumulator that sums its gradient, the index of the sum, and the device to move it to.
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
         self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # true if the graph has nodes of torch.compile; it is then kept only if needed again
+        self.is_compiled = False  # whether the graph has nodes of torch.compile; if so, its last backward frees it
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
-        self._guard: torch.Tensor | None = None  # keeps the entry alive
+        self._guard: torch.Tensor | None = None  # an alias that keeps the graph's entry node alive
 
     def begin(self, received: Sequence[StageValue]) -> list[Any]:
         """Return the arguments for the stage's function. Tensors that need gradients are replaced by aliases."""
         device, sources = self._device, self._sources
         arguments: list[Any] = []
-        nested: list[tuple[int, list[Any], Any]] = []  # positions among the arguments, leaves, and structure
+        nested: list[tuple[int, list[Any], Any]] = []  # for each argument with a structure: index, leaves, structure
         places: list[tuple[list[Any], int]] = []
         fixed: list[bool] = []
         for value in received:
@@ -260,7 +260,7 @@ class Graph:
                 else:
                     row.append(leaf)
         if sources:
-            # The anchor makes all aliases require gradients.
+            # ANCHOR requires gradients, so autograd records the node, and all aliases require gradients.
             aliases = apply_directly(_StageInputs, ANCHOR, fixed, *sources)
             self._aliases, self._guard = aliases, aliases[0]
             self.entry = entry = aliases[0].grad_fn
@@ -327,14 +327,14 @@ class Graph:
                 )
 
     def deliver(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the first items of ``grads``, the gradients of :attr:`edges`, to the accumulators of these edges."""
+        """Add gradients to the accumulators of :attr:`edges`. ``grads``: one per edge; further items are ignored."""
         for (accumulator, number, home), grad in zip(self.accumulators, grads, strict=False):
             if grad is not None:
                 accumulator.add_gradient(number, grad if home is None else moved(grad, home))
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield tensors that need gradients in an object's attributes, items or closure, ``depth`` levels down."""
+    """Yield the tensors in ``value`` that require gradients. Look into attributes, items and closures, to ``depth``."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -457,7 +457,10 @@ class WeightedSums:
         return self._of_rows.setdefault(rows, LeafSums())
 
     def total(self, weight_of: dict[int, float]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the leaves and their gradients, weighted by ``weight_of[rows]``. Release all sums."""
+        """Return the leaves and their summed gradients, those of micro-batches of n rows weighted by ``weight_of[n]``.
+
+        Release the sums.
+        """
         parts, self._of_rows = self._of_rows, {}
         return total(
             (part.leaves, part.sums, weight_of[rows])
@@ -474,8 +477,8 @@ class _PipeOutputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         made = [output.detach() for output in outputs]
         for number in tied:
-            # Torch refuses in-place changes of views that are made here. Tensors that share their memory would not
-            # notice such changes.
+            # Torch refuses in-place changes of views that a custom Function has made. This output shares its memory
+            # with other tensors, whose saved values such a change would spoil unnoticed.
             made[number] = made[number].view_as(made[number])
         return tuple(made)
 
@@ -511,7 +514,7 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Return aliases of ``outputs``, which have no history, with a node that makes them functions of ``tensors``.
+    """Return aliases of ``outputs``, tensors without history. The aliases have one node, with the inputs ``tensors``.
 
     ``backward(grads, keep)`` takes the gradients of the outputs and returns those of ``tensors``; ``keep``: it may be
     called again. ``tied``: indices of outputs that must not be changed in place.
@@ -533,7 +536,7 @@ def end_history(edited: Sequence[torch.Tensor]) -> None:
 def accumulate(tensors: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
     """Backpropagate gradients through the histories of the tensors; for leaves, add them to ``.grad``.
 
-    Empties ``grads``, because autograd only copies a gradient to which there is another reference.
+    Empties ``grads``: autograd would have to copy gradients to which there is another reference.
     """
     kept = [tensor for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
     grads[:] = [grad for grad in grads if grad is not None]

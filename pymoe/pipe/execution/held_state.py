@@ -48,7 +48,7 @@ _CHANGED_SINCE = (
 
 
 class HeldSnapshot:
-    """The sizes, values, contents of cells, and stamps (version counters and addresses) of a layout at one moment."""
+    """The state in a layout at one moment: sizes, values, and stamps (version counters and addresses of tensors)."""
 
     def __init__(self, layout: HeldLayout) -> None:
         self.layout = layout
@@ -58,7 +58,7 @@ class HeldSnapshot:
         self.stamps = layout.stamps()
 
     def written(self, now: Sequence[int] | None = None) -> list[int]:
-        """Return the indices of the tensors whose stamps differ from those in ``now``; None: from the present ones."""
+        """Return the indices of the tensors whose stamps differ from ``now``; None: from their present stamps."""
         return self.layout.written(self.stamps, self.layout.stamps() if now is None else now)
 
     def changed_cells(self) -> list[tuple[Cell, Any]]:
@@ -67,7 +67,7 @@ class HeldSnapshot:
         return [(cell, contents) for cell, contents in both if not _same(cell.contents(), contents)]
 
     def differs_in_parameters_alone(self, other: HeldSnapshot | None) -> bool:
-        """Return whether only parameters differ between the two snapshots, if anything. Return False for None."""
+        """Return whether the two snapshots differ in nothing except parameters. Return False if ``other`` is None."""
         if other is None or self.values is not other.values:
             return False
         return all([isinstance(self.layout.tensors[number], nn.Parameter) for number in self.written(other.stamps)])
@@ -79,7 +79,7 @@ class Seen(NamedTuple):
     state: HeldSnapshot
     """The state before the forward, without the graphs of tensors that had a history."""
     moment: int
-    """The number of the reading in which the fingerprints were taken."""
+    """The ``moment`` with which :meth:`HeldLayout.fingerprints` was called."""
     fingerprints: Sequence[int]
     """Fingerprints of the memory that the layout watches."""
     copies: dict[int, torch.Tensor]
@@ -88,7 +88,7 @@ class Seen(NamedTuple):
     """The states of random number generators."""
 
     def rewritten(self) -> set[int]:
-        """Return the indices of the watched tensors whose fingerprints have changed since."""
+        """Return the indices of the watched tensors whose fingerprints have changed since they were recorded here."""
         layout = self.state.layout
         now = layout.fingerprints(self.moment)
         if now == self.fingerprints:
@@ -101,9 +101,9 @@ class HeldState:
     """Compares the state of some modules, containers and tensors before and after forwards."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], moment: int = 0) -> None:
-        """Watch the state that can be reached from ``roots``: modules, containers and tensors, with names for messages.
+        """Watch the state that can be reached from ``roots``, pairs of a name and a module, container or tensor.
 
-        ``moment``: readings of fingerprints are numbered from ``moment + 1``.
+        ``moment``: :meth:`seen` passes ``moment + 1``, ``moment + 2``, ... to :meth:`HeldLayout.fingerprints`.
         """
         self._roots = [*roots]
         self._state: HeldSnapshot | None = None
@@ -140,15 +140,16 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return the state before the next forward, or None if the forward cannot be recomputed whatever it does."""
+        """Return the present state, before a forward; None if forwards change state that cannot be restored."""
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
         return None if self.fixed else self.seen()
 
     def seen(self, to_compare: bool = False) -> Seen:
-        """Return the present state. ``to_compare``: it is only used for :meth:`changes`, so tensors on devices are not
-        copied.
+        """Return the present state, with copies of small tensors and of tensors to which forwards write.
+
+        ``to_compare``: the result is only for :meth:`changes`, so copy only small tensors on the CPU.
         """
         state = self.look()
         layout = state.layout
@@ -163,7 +164,9 @@ class HeldState:
         return Seen(state, moment, layout.fingerprints(moment), copies, generators)
 
     def changes(self, seen: Seen) -> list[str]:
-        """Return the names of state changed since ``seen``, except changes that only a wait for a device would show."""
+        """Return the names of the state that has changed since ``seen``. Do not wait for a GPU: changes that only its
+        memory shows are left out.
+        """
         state, layout = seen.state, seen.state.layout
         names = [] if self.look() is state else [_place(cell, old) for cell, old in state.changed_cells()]
         unseen = seen.rewritten() | _differing(seen)
@@ -191,7 +194,7 @@ class HeldState:
                 self.written.add(layout.identity(number))
                 can_be_put_back = False
             elif not _alike(tensor, copy):
-                can_be_put_back = False  # the forward has changed its shape, dtype or device
+                can_be_put_back = False  # its shape, dtype or device is no longer the same
         if not can_be_put_back:
             return None
         contents = [_exchanged(one, _without_history) for one in state.contents]
@@ -237,19 +240,19 @@ class PutBack:
         self._held = held
         self._seen = seen
         self._now: dict[int, Any] = {}  # contents of cells that differ from ``seen``, by ``id(cell.place)``
-        self._copies: dict[int, torch.Tensor] = {}  # of tensors' present contents, by index in the layout
+        self._copies: dict[int, torch.Tensor] = {}  # the tensors' present contents, by index in the layout
         self._generators: list[Any] = []
         self._state: HeldSnapshot | None = None  # the present state, if nothing has to be put back
 
     def __enter__(self) -> None:
         held, seen = self._held, self._seen
         before, layout, state = seen.state, seen.state.layout, held.look()
-        # If a later forward was found to write to a tensor, the first run may also have written to it, unnoticed by its
-        # fingerprints. The tensor's contents are lost if the first run did not copy them.
+        # Fingerprints can miss a write. If a later forward was found to write to a tensor, the first run may have
+        # written to it, too; if the first run did not copy the tensor, its earlier contents are lost.
         lost = []
         if held.written:
             lost = [n for n in layout.watched if n not in seen.copies and layout.identity(n) in held.written]
-        if state is before and not lost and not seen.copies and not seen.generators:  # most forwards write nothing
+        if state is before and not lost and not seen.copies and not seen.generators:  # nothing to restore, as usual
             self._state, self._stamps = state, state.stamps
             return
         changed = [] if state is before else before.changed_cells()
@@ -257,8 +260,8 @@ class PutBack:
         stamps = self._stamps = layout.stamps()
         written = before.written(stamps)
         lost += [number for number in written if number not in seen.copies]
-        # A changed object that cannot be restored is an error if forwards of this stage change it. Otherwise other code
-        # has changed it, and the recomputation sees it as it is.
+        # A changed object that cannot be restored is an error if forwards of this stage change it. If other code has
+        # changed it, the recomputation uses its present value.
         fixed = [cell for cell, contents in changed if cell.is_fixed(contents)]
         names = [*map(layout.name, lost), *[cell.name for cell in fixed if cell.name in held.fixed]]
         changed = [(cell, contents) for cell, contents in changed if cell not in fixed]
@@ -289,17 +292,17 @@ class PutBack:
             return
         if names:
             raise RuntimeError(_NOT_THE_SAME.format(names[0]))
-        # Memory that the recomputation has read may have been changed without autograd's knowledge.
+        # Fingerprints reveal writes to memory that the recomputation has read, also writes unnoticed by autograd.
         if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
             held.written.update(map(layout.identity, lost))
             raise RuntimeError(_CHANGED_SINCE.format(layout.name(lost[0])))
 
     def _restore(self) -> list[str]:
-        """Restore the state from just before the recomputation. Return the names of state that cannot be restored."""
+        """Restore the state as it was just before the recomputation. Return the names of what cannot be restored."""
         stamps, copies, before = self._stamps, self._copies, self._seen.state
         layout = before.layout
         lost = []
-        stale = []  # graphs made during the recomputation may have saved these, so their versions must change
+        stale = []  # tensors that graphs made by the recomputation may have saved, so their versions must change
         for cell, contents in zip(layout.cells, before.contents, strict=True):
             wanted = self._now.get(id(cell.place), contents)
             if not _same(cell.contents(), wanted) and not cell.is_fixed(wanted):
@@ -326,7 +329,7 @@ class PutBack:
 
 
 def _differ_plainly(state: HeldSnapshot) -> bool:
-    """Return whether only numbers, strings and the like have changed, so that no new objects have to be searched."""
+    """Return whether only numbers, strings and other plain values have changed, so that the layout is still valid."""
     layout = state.layout
     try:
         now = list(layout.values())
@@ -348,7 +351,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _place(cell: Cell, before: Any) -> str:
-    """Return the name of the first attribute that has changed in a cell; for a cell without names, the cell's name."""
+    """Return the name of the first attribute of a cell that has changed, or the cell's name if it has none."""
     now = cell.contents()
     if not isinstance(now, dict) or not isinstance(before, dict):
         return cell.name
@@ -398,11 +401,12 @@ def _drawn(seen: Seen) -> list[Any]:
 
 # Shared layers.
 #
-# If forwards write to shared state, stages must use it one after the other, in one micro-batch after the other. So the
-# first of the stages that share it starts a micro-batch only after the last of them has finished the previous one, if
-# the schedule allows that (``ActionPlan``); if not, no forward may write. Stages whose forwards have written nothing in
-# the last step take no turns as long as their shared state, except parameters, has not changed since. If such a stage
-# writes nevertheless, the step fails.
+# If forwards write to state that several stages share, these stages must take turns: they run in the order of the
+# model, and the first of them starts a micro-batch only when the last has finished the previous one. If the schedule
+# does not allow this order (see ``ActionPlan``), no forward may write.
+#
+# Stages whose forwards wrote nothing in the last step need not take turns, as long as nothing but parameters has
+# changed in their shared state since then. If such a forward writes after all, the step fails.
 
 _WRITTEN_UNSEEN = {"running_mean", "running_var", "fake_quant_enabled"}
 """Names of buffers of batch norms and observers. Kernels write to such layers' buffers without bumping the version."""
@@ -418,7 +422,8 @@ def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) 
     for number, layout in enumerate(layouts):
         for key in layout.shareable:
             users.setdefault(key, []).append(number)
-    group = list(range(len(layouts)))  # the lowest stage that shares state with each stage
+    # For each stage, the lowest stage with which it shares state, directly or through other stages.
+    group = list(range(len(layouts)))
     shared = {key: stages for key, stages in users.items() if len(stages) > 1}
     for stages in shared.values():
         joined = {group[stage] for stage in stages}
@@ -442,7 +447,7 @@ class Turns:
     """Orders the forwards of stages that share state."""
 
     def __init__(self, stages: Sequence[int], roots: Sequence[tuple[str, Any]]) -> None:
-        """Begin with ``roots``: modules, containers and tensors, with their names."""
+        """Order the forwards of ``stages``. ``roots``: the state that they share, as pairs of a name and a value."""
         self.stages = tuple(stages)
         self.lock = StageLock()
         """Taken by recomputations, by forwards that may be recomputed later, and by forwards that may write: none of
@@ -454,8 +459,8 @@ class Turns:
         self._held = HeldState(roots)
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
-        # A forward changes the scale of auxiliary losses and restores it. No other stage may run in between, even if
-        # forwards are in order.
+        # A forward changes the scale of auxiliary losses temporarily. So no other stage may run meanwhile, even if
+        # the forwards are in order.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
         self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
@@ -467,10 +472,10 @@ class Turns:
         return same and self.stages == other.stages
 
     def begin_step(self, code: Sequence[Any]) -> bool:
-        """Begin a step that runs forwards. Return whether they have to run in order, because they may write.
+        """Begin a step. Return True if its forwards may write to the shared state and so have to run in order.
 
-        ``code``: the stages' functions and modes. If it differs from the last step's, earlier findings about writes are
-        dropped.
+        ``code``: the functions and training modes of the stages. If it differs from that of the last step, forget which
+        forwards have written.
         """
         state = self._held.look()
         if code != self._code:
@@ -483,10 +488,10 @@ class Turns:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward of one of the stages in the block.
+        """Check the writes of a forward of one of the stages, which runs in the block.
 
         Raises:
-            RuntimeError: the forward has written to shared state, but the stages do not take turns in this step.
+            RuntimeError: the forward has written to shared state, but the stages do not run in order in this step.
         """
         with self.lock if self._may_write or self._one_at_a_time else nullcontext():
             before = self._held.seen(to_compare=True)
@@ -525,7 +530,7 @@ def _only_reads(root: Any) -> bool:
 
 
 def _writing_unseen(layout: HeldLayout) -> list[nn.Module]:
-    """Return the layers assumed to write to their device buffers: comparing the buffers would wait for the device."""
+    """Return the layers that are assumed to write to their buffers. (A comparison would have to wait for a device.)"""
     layers = [layer for layer in layout.modules.values() if not _WRITTEN_UNSEEN.isdisjoint(layer._buffers.keys())]
     layers = [layer for layer in layers if layer.training or "fake_quant_enabled" in layer._buffers]
     return [layer for layer in layers if not all([buffer.is_cpu for buffer in layer.buffers()])]
@@ -554,28 +559,29 @@ class StageLock:
 _lock = threading.RLock()
 _running: list[RunningStep] = []
 _overlaps: list[_Overlap] = []
-_moments = itertools.count(2, 2)  # seen() takes the next number: odd and above 1, so it reads samples only
+# seen() adds 1, so its moments are odd and above 1: never powers of two, at which fingerprints read all memory.
+_moments = itertools.count(2, 2)
 
 
 class RunningStep:
-    """A step that is running, or one pass of a call or of its backward."""
+    """A running step of a pipe: a training step, a call of the pipe, or the backward pass of a call."""
 
     def __init__(self, stages: Sequence[HeldState], owner: object) -> None:
-        """Begin a step. ``stages``: the state of every stage. ``owner``: the pipe's threads."""
+        """Begin a step. ``stages``: the state of every stage. ``owner``: identifies the pipe."""
         self.stages = stages
         self.owner = owner
         self.conflict: str | None = None
         """The name of state that this step shares with another step and that was written; None without a conflict."""
 
     def shareable(self) -> dict[Any, tuple[str, Any]]:
-        """Return the state that other steps may share: (name, object) by key."""
+        """Return the state that other steps may share: for each key, the name and the object."""
         found: dict[Any, tuple[str, Any]] = {}
         for held in self.stages:
             found.update(held.look().layout.shareable)
         return found
 
     def refuse_conflict(self) -> None:
-        """Raise RuntimeError if there was a conflict."""
+        """Raise RuntimeError if state that this step shares with another running step was written."""
         if self.conflict is not None:
             raise RuntimeError(
                 f"two pipes that ran at the same time, in two threads, share {self.conflict!r}, which was written to "
@@ -596,12 +602,12 @@ class _Overlap:
         self._names.update((id(cell.place), cell.name) for cell in layout.cells)
 
     def end(self) -> None:
-        """Compare the shared state when one of the steps has ended. Make both fail if the state has changed."""
+        """Call this when one of the two steps has ended. Make both steps fail if their shared state has changed."""
         if names := self._held.changes(self._seen):
             self.fail(names[0])
 
     def note(self, exchanged: set[Any]) -> None:
-        """Make both steps fail if they share state in ``exchanged`` (:meth:`HeldState.exchanged`)."""
+        """Make both steps fail if they share any of the state in ``exchanged``, keys of :meth:`HeldState.exchanged`."""
         if names := [self._names[one] for one in exchanged if one in self._names]:
             self.fail(names[0])
 
@@ -626,7 +632,7 @@ def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[ob
         yield step
     finally:
         with _lock:
-            if step in _running:  # False in a child that was forked in the block
+            if step in _running:  # not in a child process that was forked within the block
                 _running.remove(step)
             mine = [one for one in _overlaps if step in one.steps]
             _overlaps[:] = [one for one in _overlaps if one not in mine]
@@ -645,8 +651,10 @@ def _watch(step: RunningStep, others: Sequence[RunningStep]) -> None:
 
 
 def note_put_back(held: HeldState, seen: Any) -> None:
-    """Make overlapping steps of two pipes fail if they share state that a recomputation exchanges. Called before and
-    after the recomputation, because at both times the present state differs from the first run's.
+    """Make overlapping steps of two pipes fail if they share state that a recomputation replaces temporarily.
+
+    Call this before the recomputation and, because other steps may have begun meanwhile, after it. During the
+    recomputation it finds nothing, because the state is then that of the first run.
     """
     if _overlaps:
         exchanged = held.exchanged(seen)

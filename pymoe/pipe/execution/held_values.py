@@ -72,7 +72,7 @@ class View:
 
 
 class Cell(NamedTuple):
-    """A mutable collection of values: the attributes of a module, an object or a class, or a container."""
+    """A mutable collection of values: a container, or the attributes of a module, an object or a class."""
 
     place: Any
     name: str
@@ -125,7 +125,8 @@ class HeldLayout:
         """The names of values that may change unnoticed."""
         self._found: dict[int, Any] = {}  # values by id; keeps them alive, so that ids stay unique
         self._cells: tuple[list[Cell], list[Cell], list[Cell], list[Cell]] = [], [], [], []
-        self._originals: dict[int, Any] = {}  # arrays and generators, by the ids of their substitutes in this layout
+        # Numpy arrays and foreign generators, by id of the tensor or ``ForeignGenerator`` that was made here for each.
+        self._originals: dict[int, Any] = {}
         self._all_tensors: list[torch.Tensor] = []
         pending = deque((root, name, False) for name, root in roots)
         while pending:
@@ -147,12 +148,12 @@ class HeldLayout:
         self.small = [number for number, tensor in enumerate(self._plain) if _is_small(tensor)]
         small = {*self.small}
         self.watched = [n for n, tensor in enumerate(self._plain) if n not in small and tensor.is_cpu]
-        """The numbers of the tensors for which :meth:`fingerprints` are taken."""
+        """The indices of the tensors for which :meth:`fingerprints` are taken."""
         self._watched = [self._plain[number] for number in self.watched]
         self._strided = [(n, span) for n, tensor in enumerate(self._watched) if (span := _span(tensor)) is not None]
 
     def _visit(self, value: Any, name: str, foreign: bool) -> Found:
-        """Record ``value``, and yield the values in it. ``foreign``: an object that is not a module holds ``value``."""
+        """Record ``value``, and yield the values in it. ``foreign``: it was found in an object that is not a module."""
         if isinstance(value, torch.Tensor):
             if value.grad_fn is None and not nn.parameter.is_lazy(value):
                 self.shareable["memory of", memory_of(value)] = name, value
@@ -207,7 +208,7 @@ class HeldLayout:
                 continue
             if id(item) not in self._found:
                 self._found[id(item)] = item
-                if isinstance(item, dict):  # TorchScript modules have other objects, with fixed names
+                if isinstance(item, dict):  # unlike in TorchScript modules, whose keys are fixed
                     self._cells[1].append(Cell(item, cell.name))
             for child, held in item.items():
                 yield held, path + child, False
@@ -240,7 +241,7 @@ class HeldLayout:
         yield from self._visit_slots(value, name)
 
     def _visit_slots(self, value: Any, name: str) -> Found:
-        """Yield the values in an object's slots, and the user's classes among the object's classes."""
+        """Yield the values in an object's slots, then its class and base classes, except those of libraries."""
         classes = [one for one in type(value).__mro__ if _is_users(one)]
         slots = [slot for one in classes for slot in vars(one).values() if isinstance(slot, MemberDescriptorType)]
         if slots:
@@ -253,7 +254,7 @@ class HeldLayout:
         name = value.__qualname__.rpartition(".<locals>.")[2]
         named = {key: item for key, item in vars(value).items() if not (key[:2] == "__" == key[-2:])}
         held = {key: item for key, item in named.items() if not isinstance(item, _METHODS)}
-        # Two keys that every class has, because itemgetter returns a tuple only for several keys.
+        # itemgetter returns a tuple only for two or more keys, so add two keys that every class has.
         self._cells[0].append(Cell(vars(value), name, ("__module__", "__doc__", *held), True))
         yield from ((item, f"{name}.{key}", True) for key, item in held.items())
         functions = [(key, getattr(item, "__func__", item)) for key, item in named.items()]
@@ -278,7 +279,7 @@ class HeldLayout:
             else:
                 yield from self._visit_view(lambda: value.ravel().tolist(), name)
         elif not value.flags.writeable:
-            if is_numpy_array(value.base):  # other code may write to it
+            if is_numpy_array(value.base):  # other code may write to the base array
                 yield value.base, name, True
         elif value.size:
             tensor = _as_tensor(value)
@@ -356,14 +357,14 @@ class HeldLayout:
         for place, span in self._strided:
             sizes[place] = span
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
-        if not all(map(_is_cpu, tensors)):  # some have been moved since
+        if not all(map(_is_cpu, tensors)):  # some were moved to a device after the walk
             addresses = [where if tensor.is_cpu else 0 for where, tensor in zip(addresses, tensors, strict=True)]
         allocations, allocated = map(torch.UntypedStorage.data_ptr, memory), map(torch.UntypedStorage.nbytes, memory)
         is_whole = moment & (moment - 1) == 0
         return memory_fingerprints(addresses, sizes, [*allocations], [*allocated], moment, is_whole)
 
     def written(self, before: Sequence[int], now: Sequence[int]) -> list[int]:
-        """Return the numbers of the tensors whose stamps differ between ``before`` and ``now``."""
+        """Return the indices of the tensors whose stamps in ``before`` and in ``now`` differ."""
         if before == now:
             return []
         count = len(self._plain)
@@ -378,8 +379,8 @@ def _is_users(kind: type) -> bool:
 def _may_hold(value: Any) -> bool:
     """Return whether a class attribute is a callable that may hold state.
 
-    Such are bound methods, partial functions, and functions with attributes or with a value in their closure or
-    defaults that is neither an immutable constant nor a class.
+    True for bound methods, partial functions, and functions with attributes. Also for functions with a value in their
+    closure or defaults that is neither an immutable constant nor a class.
     """
     if not isinstance(value, FunctionType):
         return isinstance(value, (MethodType, functools.partial))
@@ -418,7 +419,7 @@ def _progress_of(iterator: Any) -> Callable[[], Sequence[Any]] | None:
 def _items_left(iterator: Any) -> int:
     try:
         return operator.length_hint(iterator, -1)
-    except (TypeError, RuntimeError):  # an endless repeat(); a dictionary that has changed its size
+    except (TypeError, RuntimeError):  # an endless itertools.repeat(), or a dictionary that has changed its size
         return -1
 
 

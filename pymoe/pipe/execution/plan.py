@@ -95,7 +95,7 @@ class ActionPlan:
             wanted = dict(after)
             for number in range(1, schedule.micro_batches):
                 first = Action(stages[0], number, Kind.FORWARD)
-                # The stages in between need no further dependencies: each waits for the stage before it.
+                # Only the group's first stage needs another dependency: each further stage waits for the one before it.
                 wanted[first] = (*wanted.get(first, ()), Action(stages[-1], number - 1, Kind.FORWARD))
             with suppress(ScheduleError):
                 deque(in_order(schedule, wanted), 0)
@@ -126,7 +126,7 @@ class InlinePolicy:
 
     def __init__(self) -> None:
         self._needs_threads = False
-        self._inline_s = math.inf  # seconds of an inline run, if known
+        self._inline_s = math.inf  # duration of the last inline run in seconds; infinite before the first
 
     @property
     def uses_threads(self) -> bool:
@@ -137,10 +137,10 @@ class InlinePolicy:
         self._inline_s = seconds
 
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
-        """Record the duration of a run on threads, and the durations of its actions, in seconds."""
-        # Threads are worthwhile if many actions are long. But on threads, short actions seem long if they wait for each
-        # other, so the run must also be faster than the last inline run. The inline run may have had smaller batches,
-        # so its time is doubled after every run on threads.
+        """Record how long a run on several threads took, and how long each of its actions took, in seconds."""
+        # Several threads are worthwhile if many actions are long. But short actions take long, too, when they wait for
+        # the interpreter's lock, so the run must also be faster than the last inline run. As that may have had smaller
+        # batches, its time is doubled after every run on threads.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
@@ -189,7 +189,7 @@ class PlanRun:
         self._state = state
         self._perform: Callable[[Action], None] | None = self._in_range if profiler_enabled() else state.perform
         self._process = os.getpid()
-        # By action that waits for other workers: a queue that gets an item when an action that it waits for has ended.
+        # For each action that waits for other workers, a queue: it gets an item whenever an awaited action has ended.
         self._gates: dict[Action, SimpleQueue[None]] = {}
         self._stopped: SimpleQueue[None] = SimpleQueue()  # gets an item when no further action may start
         self._stop: Callable[[], object] | None = None
@@ -200,7 +200,10 @@ class PlanRun:
         self._failing = threading.Lock()
 
     def run_inline(self, to_the_end: bool) -> bool:
-        """Perform actions on this thread while they are short, or all of them. Return True if the run has ended."""
+        """Perform actions on this thread, all of them if ``to_the_end``. Return True if the run has ended.
+
+        If ``to_the_end`` is False, stop when several threads would be faster (:func:`calls_threads`).
+        """
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
             return False
@@ -269,7 +272,7 @@ class PlanRun:
                 action = None
         except BaseException as error:
             self.fail(error, action)
-        finally:  # assignments first, without a call, so that no Ctrl-C can prevent them
+        finally:  # Ctrl-C can interrupt a call, but not assignments before the first call
             contexts.micro_batch, streams.stream = outer, outer_stream
             if outer_stream is None:
                 random_streams.end_drawing()
@@ -289,7 +292,7 @@ class PlanRun:
             self._stop()
 
     def outcome(self) -> list[TimedAction]:
-        """Return when each action started and ended, in any order. Called once, after the end of the run.
+        """Return the actions with their start and end times, in any order. Call this once, after the end of the run.
 
         Raises:
             BaseException: the first exception of an action, with a note that names stage and micro-batch.
@@ -323,7 +326,7 @@ def _place(action: Action | None) -> str:
 
 
 class _Inside(threading.local):
-    workers: tuple[Workers, ...] = ()  # threads of the pipes whose runs this thread takes part in
+    workers: tuple[Workers, ...] = ()  # the workers for which this thread is performing actions
 
 
 inside = _Inside()
@@ -361,7 +364,8 @@ class Workers:
             self._pools, self._process, self.lock = [], os.getpid(), threading.Lock()
 
     def run(self, run: PlanRun, workers: int) -> None:
-        """Perform the rest of a run: worker 0 on this thread, the others on theirs, in this thread's state.
+        """Perform the rest of a run: the actions of worker 0 on this thread, those of the others on threads of their
+        own, which take over this thread's state, such as its grad mode and context variables.
 
         Errors of actions are not raised but kept by ``run``. After an error no further action starts, and this call
         waits until those that are running have ended. Ctrl-C has the same effect; a second Ctrl-C ends the wait.
@@ -380,8 +384,8 @@ class Workers:
             run.perform_actions(run.actions_of(0))
             _wait_for(ended)
         except BaseException:
-            # Workers raise nothing, so this is Ctrl-C between two lines, or a thread that could not start. First end
-            # the other workers' waits for this one, by a native call that a second Ctrl-C cannot interrupt.
+            # Either Ctrl-C, or a thread that could not be started: workers raise nothing. First make the workers stop
+            # waiting for each other, by a native call that a second Ctrl-C cannot interrupt.
             stop()
             # Ctrl-C may have come after a worker was started and before its future was in `ended`. Every pool has one
             # thread, so a task that is submitted now ends after that worker.
@@ -438,10 +442,10 @@ class Engine:
         weights: LossWeights,
     ) -> torch.Tensor:
         """Run forward, loss and backward of all micro-batches, interleaved. If nothing fails, add the gradients to
-        ``.grad``. Return (micro-batches,): the losses.
+        ``.grad``. Return the losses, of shape (micro-batches,).
 
-        The last of every micro-batch's values is its target, if there is one. ``recomputed``: the micro-batches whose
-        forward is recomputed. ``weights``: the weights of all micro-batches' losses.
+        If the loss has a target, the target is the last value of every micro-batch. ``recomputed``: the indices of the
+        micro-batches whose forwards are recomputed. ``weights``: the weight of each micro-batch's loss.
         """
         arguments = pipeline, objective, weights.uncounted, weights.are_rows
         known, ended = self._with_loss  # most steps have the same arguments as the previous one
@@ -503,8 +507,8 @@ class Engine:
     def _backward(
         self, state: StepState, schedule: Schedule, crossed: Sequence[BoundaryTensor], leaves: Sequence[torch.Tensor]
     ) -> Callable[[Grads, bool], Grads]:
-        """Return the function from which autograd gets the gradients of the inputs and ``leaves``, given those of the
-        outputs.
+        """Return the function that autograd calls in the backward pass. It takes the gradients of the outputs, and
+        returns those of the inputs and ``leaves``.
         """
         ends = [(boundary.accumulator, boundary.number) for boundary in crossed]
 
@@ -538,7 +542,7 @@ class Engine:
         for stage in pipeline.stages:
             key = tuple(map(id, stage.modules))
             state = self._states.get(key)
-            if state is None:  # a known pipeline keeps its modules alive, so their ids stay unique
+            if state is None:  # ids are safe as keys: each state keeps its modules alive
                 if len(self._states) >= REMEMBERED + len(pipeline.stages):
                     self._states.clear()
                 state = self._states[key] = StageRecompute(stage.modules)
@@ -569,7 +573,7 @@ class Engine:
         step.refuse_conflict()
 
     def _plan(self, state: StepState, schedule: Schedule, kinds: frozenset[Kind]) -> ActionPlan:
-        """Return the plan for the next actions. Stages that may write to shared state take turns in it, if possible."""
+        """Return the plan for actions of these kinds. Stages that may write to shared state take turns, if possible."""
         turns: list[Turns] = []
         if Kind.FORWARD in kinds and len(state.recompute) > 1:
             layouts = [stage.held.look().layout for stage in state.recompute]
@@ -579,15 +583,15 @@ class Engine:
                 self._shared = layouts, found
             for stage, its_turns in zip(state.recompute, found, strict=True):
                 stage.turns = its_turns
-            # In another mode, the same code may write to other state. So may another captured graph.
+            # In another training mode, a module may write to other state; so may another graph of the same model.
             functions = [stage.function for stage in state.pipeline.stages]
             code = [*functions, *(module.training for one in layouts for module in one.modules.values())]
             turns = [one for one in dict.fromkeys(found) if one is not None and one.begin_step(code)]
-        # A loss runs as a part of the last stage.
+        # The loss function is numbered as a stage after the last, but runs within the last stage.
         in_turns = [tuple(dict.fromkeys(min(n, schedule.stages - 1) for n in one.stages)) for one in turns]
         key = id(schedule), kinds, *in_turns
         plan = self._plans.get(key)
-        if plan is None:  # a known plan keeps its schedule alive, so the id stays unique
+        if plan is None:  # ids are safe as keys: the remembered plans keep their schedules alive
             if len(self._plans) >= REMEMBERED:
                 self._plans.clear()
             plan = self._plans[key] = ActionPlan(schedule, kinds, in_turns)
@@ -610,7 +614,7 @@ class Engine:
 
     @property
     def last_run(self) -> Record | None:
-        """Return when each action of the last pass started and ended; None before the first pass."""
+        """Return a record of when each action of the last pass started and ended; None before the first pass."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -652,7 +656,7 @@ def _value(value: StageValue, made: dict[int, torch.Tensor]) -> Any:
 
 
 def _in_order(state: StepState, leaves: Sequence[torch.Tensor]) -> Grads:
-    """Return the gradients of the inputs and of ``leaves``. Add those of other leaves to ``.grad``."""
+    """Return the gradients of the inputs, then of ``leaves``. Add the gradients of other leaves to their ``.grad``."""
     found, grads = state.gradients()
     by_leaf = {id(leaf): grad for leaf, grad in zip(found, grads, strict=True)}
     inputs = list(state.inputs.grads)

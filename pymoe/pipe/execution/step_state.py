@@ -49,12 +49,12 @@ from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
 
 
 class Activation(GradAccumulator):
-    """Holds what a forward of one micro-batch through one stage leaves for its backward: a graph, or the means to
-    recompute it.
+    """Runs one micro-batch through one stage, and keeps what its backward needs: the graph, or the means to recompute
+    it.
 
-    :meth:`forward` runs the stage, for pipelines in one process and across ranks alike. Then :meth:`backward`, or
-    :meth:`backward_input` and :meth:`backward_weight`. All of them need a thread that is
-    :func:`pymoe.pipe.context.in_pipeline`. Gradients of the tensors that the stage sends are added to this object.
+    Call :meth:`forward` first; then either :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
+    Call all of them within :func:`pymoe.pipe.context.in_pipeline`. Before the backward, later stages add to this
+    object the gradients of the tensors that the stage has sent.
     """
 
     __slots__ = ("_graph", "_micro_batch", "_position", "_random", "_recomputation", "_split", "_stage", "_state")
@@ -62,9 +62,14 @@ class Activation(GradAccumulator):
     def __init__(
         self, stage: Stage, micro_batch: MicroBatch, random: RandomSource, position: int, state: ThreadState
     ) -> None:
-        """Prepare a forward that draws from the stream at ``position`` of the mini-batch's random numbers.
+        """Prepare a forward.
 
-        ``state`` is the state of the thread that asked for the forward; a recomputation runs in it, too.
+        Args:
+            stage: the stage to run.
+            micro_batch: the micro-batch to run it on.
+            random: the random streams of the mini-batch.
+            position: the index of the stream in ``random`` from which the forward draws.
+            state: the state of the thread that called the pipe; the forward and its recomputation run in this state.
         """
         self.grads = []
         self._stage = stage
@@ -79,10 +84,10 @@ class Activation(GradAccumulator):
     def forward(
         self, received: Sequence[StageValue], graphs: bool, recompute: StageRecompute | None = None
     ) -> list[StageValue]:
-        """Run the stage's function on the values of its inputs, and return what the stage sends.
+        """Run the stage's function on ``received``, the values of its inputs. Return the values that the stage sends.
 
-        ``graphs``: there will be a backward; without one nothing is kept. ``recompute``: the stage's recomputation; the
-        inputs are kept instead of the graph, if there can be a graph. None: keep the graph.
+        ``graphs``: whether a backward will follow; if not, nothing is kept for it. ``recompute``: if given, keep the
+        inputs instead of the graph, and recompute the forward for the backward; None: keep the graph.
         """
         device, about, stream = self._stage.device, self._micro_batch, RandomStream(self._random, self._position)
         if not graphs:
@@ -159,8 +164,8 @@ class Activation(GradAccumulator):
             contexts.micro_batch, streams.stream = outer, outer_stream
 
     def _recompute(self, again: bool) -> Graph:
-        """Run the forward again and return its graph. ``again``: the forward will be recomputed once more later."""
-        # The same random numbers as in the first run, from their beginning.
+        """Run the forward again and return its graph. ``again``: it will have to be recomputed once more later."""
+        # The stream starts anew, so it gives the same random numbers as in the first run.
         graph = Graph(RandomStream(self._random, self._position), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
         if len(graph.roots) != len(self.grads):
@@ -176,19 +181,19 @@ class Activation(GradAccumulator):
         about, received = self._micro_batch.in_run(recomputing=True), recomputation.inputs(again)
         stage, seen = recomputation.stage, recomputation.seen
         with stage.lock:
-            note_put_back(stage.held, seen)  # before the earlier state is restored
+            note_put_back(stage.held, seen)  # before PutBack changes the state
             try:
                 with PutBack(stage.held, seen):
                     graph.end(self._call(graph.stream, about, graph.begin(received)), self)
             finally:
-                note_put_back(stage.held, seen)  # again, for steps that have begun since
+                note_put_back(stage.held, seen)  # also for steps that have begun meanwhile
 
 
 # Recomputation.
 
 
 def recomputed(checkpoint: str, micro_batches: int) -> range:
-    """Return the micro-batches that are recomputed under ``checkpoint="always"``, ``"except_last"`` or ``"never"``."""
+    """Return the indices of the recomputed micro-batches. ``checkpoint``: "always", "except_last" or "never"."""
     return range({"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint])
 
 
@@ -226,16 +231,16 @@ class StageRecompute:
         return _NOTHING if self.turns is None else self.turns.forward()
 
     def before(self, received: Sequence[StageValue]) -> BeforeRun:
-        """Prepare for the first run of a forward that takes these values; return the state that :meth:`after` needs."""
+        """Prepare for the first run of a forward that takes ``received``. Return the state that :meth:`after` needs."""
         edited = self._edited
         taken = boundaries_of(received)
         copies = {number: leaf.tensor.clone() for number, leaf in enumerate(taken) if number in edited}
         return taken, copies, self.held.before()
 
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
-        """Return the recomputation of a forward after the forward's first run, or None if its graph must be kept.
+        """Return the means to recompute a forward, after its first run; None if its graph must be kept.
 
-        It must be kept if the forward has changed state, or an input, that cannot be restored or was not copied.
+        The graph must be kept if the forward has changed state or an input that cannot be restored or was not copied.
         """
         edited = self._edited
         taken, copies, seen = before[0], before[1], self.held.after(before[2])
@@ -245,7 +250,7 @@ class StageRecompute:
             return None
         if seen is None:
             return None
-        # The sending stage keeps a tensor as this forward has changed it, so a recomputation takes the earlier copy.
+        # The sender shares these inputs, so it keeps them as changed. Only the recomputation takes the copies.
         replaced = {id(taken[number]): _like(taken[number], copies[number]) for number in changed}
         return Recomputation(received, self, seen, replaced)
 
@@ -269,7 +274,7 @@ class Recomputation:
         self._received = _replaced(received, edited) if edited else received
 
     def inputs(self, again: bool) -> Sequence[StageValue]:
-        """Return the inputs for a recomputation. ``again``: they will be needed for another one."""
+        """Return the inputs for a recomputation. ``again``: keep them unchanged for a further recomputation."""
         if again and self._edited:
             return _replaced(self._received, {id(x): _like(x, x.tensor.clone()) for x in self._edited})
         return self._received
@@ -280,17 +285,17 @@ def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
 
 
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
-    """Return ``values`` with some boundary tensors replaced; the replacements are given by id."""
+    """Return ``values`` with some boundary tensors replaced. ``others`` maps ids of tensors to their replacements."""
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
 
 
 # The mini-batch.
 
-FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # read faster than attributes
+FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT  # read faster as globals
 
 
 class StepInputs(GradAccumulator):
-    """Keeps a step's input tensors that need gradients."""
+    """The input tensors of a step that require gradients, and the sums of these gradients."""
 
     __slots__ = ("_versions", "tensors")
 
@@ -314,7 +319,7 @@ class StepInputs(GradAccumulator):
 
 
 class Step:
-    """Holds the values and activations of one mini-batch; a value is released after its last use."""
+    """The values and activations of one mini-batch. A value is released after its last use."""
 
     def __init__(
         self,
@@ -325,10 +330,15 @@ class Step:
         recompute: Sequence[StageRecompute],
         recomputed: range,
     ) -> None:
-        """Begin a step of ``count`` micro-batches; forwards of those in ``recomputed`` are recomputed.
+        """Begin a step.
 
-        ``uses``: how often each value is used. ``graphs``: there will be backward passes. ``recompute``: one item for
-        every stage.
+        Args:
+            pipeline: the stages to run.
+            uses: how often each value is used.
+            count: the number of micro-batches.
+            graphs: whether backward passes will follow.
+            recompute: an item for every stage.
+            recomputed: the indices of the micro-batches whose forwards are recomputed for their backwards.
         """
         self.count = count
         self.graphs = graphs
@@ -336,9 +346,10 @@ class Step:
         self._stages = pipeline.stages
         self._made = pipeline.made
         self._uses = uses
-        # By micro-batch. Ranks may have to guess the number of micro-batches, so there may be more than ``count``.
+        # The values of each micro-batch. ``count`` may be a guess of a rank, so there may be more micro-batches.
         self._values: defaultdict[int, dict[Source, StageValue]] = defaultdict(dict)
-        # By micro-batch and source; only values with several uses, from their first use on.
+        # How many uses of a value are still to come, by micro-batch and source. A value has an entry from its first use
+        # on, and only if it is used several times.
         self._uses_left: dict[tuple[int, Source], int] = {}
         self._activations: dict[tuple[int, int], Activation] = {}  # by stage and micro-batch
         self._begun = [0] * len(pipeline.stages)  # the number of forwards so far, by stage
@@ -349,7 +360,7 @@ class Step:
                 of_stage.begin_step()
 
     def keep(self, micro_batch: int, sources: Iterable[Source], values: Iterable[StageValue]) -> None:
-        """Keep those of the values that a stage or the output of the pipeline uses."""
+        """Store the values that a later stage or the output of the pipeline uses; drop the others."""
         here, uses = self._values[micro_batch], self._uses
         for source, value in zip(sources, values, strict=False):
             if uses[source]:
@@ -369,9 +380,11 @@ class Step:
     def run_forward(
         self, number: int, micro_batch: int, weight: float, random: RandomSource, position: int, is_loss: bool = False
     ) -> list[StageValue]:
-        """Run the forward of stage ``number``, with random numbers from ``position``; keep and return what it sends.
+        """Run the forward of stage ``number`` for a micro-batch. Store and return the values that the stage sends.
 
-        ``is_loss``: the stage computes the loss, as a part of the stage before it, and is never recomputed.
+        ``weight``: see :attr:`MicroBatch.weight`. ``position``: the index of the stream in ``random`` from which the
+        forward draws. ``is_loss``: the stage computes the loss; it runs as a part of the stage before it, and is never
+        recomputed.
         """
         stage, recompute, here = self._stages[number], self.recompute[number], self._values[micro_batch]
         received = [*map(here.__getitem__, stage.inputs)]
@@ -385,17 +398,17 @@ class Step:
             self._activations[number, micro_batch] = activation
         del received
         self.count_use(micro_batch, stage.inputs)
-        for source, value in zip(self._made[number], sent, strict=False):  # as keep() does, without a call
+        for source, value in zip(self._made[number], sent, strict=False):  # the same as self.keep(), inlined
             if self._uses[source]:
                 here[source] = value
         return sent
 
 
 class StepState(Step):
-    """Holds everything that belongs to one mini-batch; :meth:`perform` does one action of a schedule, on any thread.
+    """The state of one mini-batch. :meth:`perform` performs one action of a schedule, on any thread.
 
-    For one micro-batch and stage, actions come in the order of the pipeline; for one stage and kind, in the order of
-    the micro-batches. So the order of all sums does not depend on threads.
+    The actions of a micro-batch must be performed in the order of the pipeline; the actions of one kind in one stage,
+    in the order of the micro-batches. So the order of all sums does not depend on the threads.
     """
 
     def __init__(
@@ -408,11 +421,17 @@ class StepState(Step):
         loss_weights: Sequence[float] | None,
         around: Sequence[object] = (),
     ) -> None:
-        """Take the values of the pipeline's inputs; forwards of the micro-batches ``recomputed`` are recomputed.
+        """Take the values of the pipeline's inputs.
 
-        ``graphs``: there will be backward passes. ``loss_weights``: the gradients of the micro-batches' losses, which
-        an additional last stage computes (it is not in schedules); None: there is no loss. ``around``: the threads of
-        the pipes that run this one inside a stage.
+        Args:
+            pipeline: the stages to run.
+            micro_batches: the inputs of every micro-batch.
+            graphs: whether backward passes will follow.
+            recompute: an item for every stage.
+            recomputed: the indices of the micro-batches whose forwards are recomputed for their backwards.
+            loss_weights: the gradient of each micro-batch's loss, which the last stage of ``pipeline`` computes;
+                schedules leave out this stage. None: there is no loss.
+            around: the threads of the pipes that run this pipe inside one of their stages.
         """
         count = len(micro_batches.values)
         super().__init__(pipeline, pipeline.uses, count, graphs, recompute, recomputed)
@@ -429,7 +448,7 @@ class StepState(Step):
             self._values[index] = {source: flatten_value(values[number], cross) for number, source in given}
         self._will_repeat = False  # true if another backward pass will follow
         self._loss_weights = loss_weights
-        # The last stage that is in schedules.
+        # The index of the last stage in schedules, which leave out the loss.
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
         self.readings: list[LossReading | None] = [None] * count
         """The readings of the losses' graphs; see :func:`pymoe.pipe.loss.with_loss`."""
@@ -479,14 +498,14 @@ class StepState(Step):
         loss.accumulator.add_gradient(loss.number, grad)
 
     def losses(self) -> torch.Tensor:
-        """Return (micro-batches,): the losses."""
+        """Return the losses of the micro-batches as one tensor, of shape (micro-batches,)."""
         return torch.stack([loss.reshape(()) if loss.dim() else loss for loss in self._losses if loss is not None])
 
     def outputs(self) -> list[list[StageValue]]:
-        """Return for every micro-batch the pipeline's outputs, after all forwards, and release them.
+        """Return the pipeline's outputs for every micro-batch, and release them. Call this after all forwards.
 
         Raises:
-            RuntimeError: a later stage has changed an output in place that needs gradients.
+            RuntimeError: a later stage has changed in place an output that requires gradients.
         """
         values, self._values = self._values, defaultdict(dict)
         outputs = [[here[source] for source in self.pipeline.outputs] for here in values.values()]

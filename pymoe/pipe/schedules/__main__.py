@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return the simulated schedule ``name``. If several are requested, ignore options that this one lacks."""
+    """Return a simulation of schedule ``name``. If several were requested, ignore options that it does not take."""
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

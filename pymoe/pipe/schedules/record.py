@@ -55,7 +55,7 @@ class Record:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return every worker's working time."""
+        """Return the time that each worker spends on its actions."""
         return tuple(sum(span.duration for span in order) for order in self.spans)
 
     @cached_property
@@ -197,7 +197,7 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None, communication: float = 0.0) -> Record:
-    """Return the start and end of every action if every worker keeps its order and starts actions as soon as it can.
+    """Return a record of every action, if every worker keeps its order and starts each action as soon as it can.
 
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
     weights), or any function of the action. A value from another worker arrives ``communication`` after the end of the
@@ -254,7 +254,7 @@ MAX_LABELS = 1000
 
 
 def label(record: Record, span: Span) -> str:
-    """Return ``F5``; if workers have several stages, ``F5b``, with a letter for the stage, from a to z."""
+    """Return kind and micro-batch, such as ``F5``; if workers have several stages, also a letter for the stage."""
     stage, micro_batch, kind = span.action
     earlier = record.placement[:stage].count(record.placement[stage])
     several = len(record.placement) > record.workers

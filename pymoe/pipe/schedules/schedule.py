@@ -101,7 +101,7 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[Action, tuple[int, int]]:
-        """Return (worker, position) of every action."""
+        """Return the worker that performs each action, and the position of the action in the worker's order, from 0."""
         return {action: (w, i) for w, order in enumerate(self.orders) for i, action in enumerate(order)}
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
@@ -160,8 +160,9 @@ def validate(schedule: Schedule) -> None:
 def run(
     schedule: Schedule, others: Mapping[Action, tuple[Action, ...]] | None = None
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Validate ``schedule``, and yield (worker, action, its dependencies) in an order in which the actions can run:
-    each after its dependencies and after earlier actions of its worker. ``others``: further dependencies, by action.
+    """Validate ``schedule``, and yield (worker, action, dependencies of the action) in an order in which the actions
+    can run: each after its dependencies and after earlier actions of its worker. ``others``: further dependencies of
+    some actions.
 
     A worker that has to wait is visited again only when the action that it waits for has ended, so the time is
     proportional to the number of actions.
@@ -425,8 +426,8 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, *, vir
         order = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             order += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        # If the last workers have one stage fewer, the same order without that stage is valid, and waits can only be
-        # shorter.
+        # The last workers may have one stage fewer. Without the actions of that stage the order is still valid, and
+        # waits can only be shorter.
         orders.append(tuple(action for action in order if action.stage < stages))
     placement = tuple(stage % workers for stage in range(stages))
     limits = tuple(map(peak_live, orders))
