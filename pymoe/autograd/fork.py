@@ -6,8 +6,8 @@ engine once before the child starts threads.
 
 An engine that has threads for devices cannot be replaced, so torch refuses every backward pass in the child. The first
 backward pass of a process starts one such thread for each device that torch reports. A build of torch for CUDA on a
-machine without a GPU reports one device, wrongly, after ``torch.export`` or ``torch.compile`` has made tensors without
-values (2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before then.
+machine without a GPU reports one device, wrongly, after ``torch.export`` or ``torch.compile`` has made fake tensors
+(2.11.0 and 2.15.0; a build for CPUs does not). So :func:`start_engine` runs a backward pass before then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from pymoe import _native
 
 _lock = threading.Lock()
-_is_stale = os.getpid() != _native.PROCESS  # true if the process has forked since it imported pymoe._native
+_is_stale = os.getpid() != _native.PROCESS  # true in the child of a fork, until its engine is renewed
 _is_started = False
 
 
@@ -42,7 +42,7 @@ def renew_engine() -> None:
 
 
 def start_engine() -> None:
-    """Make torch start its autograd engine, if there is no GPU. Call this before tensors without values are made."""
+    """Make torch start its autograd engine, if there is no GPU. Call this before fake tensors are made."""
     global _is_started
     renew_engine()
     if not _is_started and not torch.cuda.is_available():

@@ -108,7 +108,7 @@ def find_leaves(nodes: Sequence[Node], entry: Node | None) -> list[torch.Tensor]
 def find_leaves_and_nodes(
     nodes: Sequence[Node], entry: Node | None
 ) -> tuple[list[torch.Tensor], Collection[Node | None]]:
-    """Return the leaves of :func:`find_leaves`, and the set of the nodes that the pass reaches, ``entry`` and None."""
+    """Return the result of :func:`find_leaves`, and a set that contains the nodes reached, ``entry`` and None."""
     leaves: list[torch.Tensor] = []
     seen: set[Node | None] = {None, entry}
     stack: list[Any] = [node for node in dict.fromkeys(nodes) if node not in seen]
@@ -142,12 +142,13 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    if limit < len(by_number):  # too few numbers are below the limit: make nodes to advance this thread's counter
+    # The nodes need more numbers than there are below the limit. Making nodes advances this thread's counter.
+    if limit < len(by_number):
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):
             one.view_as(one)
         limit = len(by_number)
-    for number in sorted(by_number, reverse=True):  # renumber all nodes of the call
+    for number in sorted(by_number, reverse=True):
         limit -= 1
         if number <= limit:
             limit = number
@@ -156,7 +157,7 @@ def put_behind(limit: int, nodes: Sequence[Any]) -> None:
             node._set_sequence_nr(limit)
 
 
-_FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes such a class for each graph
+_FUNCTION, _NODE = "CompiledFunction", "CompiledFunctionBackward"  # torch.compile makes both classes for each graph
 
 _NATIVE: set[type] = set()  # types of nodes that are made in C++
 _latest: Callable[[], type | None] = lambda: None  # noqa: E731  # returns the last class of the latest search

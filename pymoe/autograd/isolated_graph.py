@@ -53,7 +53,7 @@ class _Differentiated(threading.local):
 
 _running = _Differentiated()
 _NONE = object()  # the value of `entry` while a graph without an entry node is differentiated
-_everywhere: set[object] = set()  # one object per call that any thread is differentiating
+_everywhere: set[object] = set()  # one token per call that any thread is differentiating
 
 
 def entry_of_this_thread() -> Any:
@@ -82,8 +82,8 @@ def within_call(entry: Any, function: Callable[..., Result], *args: Any, **optio
 class _OutsideCalls:
     """Wraps a hook of a leaf, so that the hook does not run while the gradients of a call are computed.
 
-    Nodes on the CPU run on the thread that started the backward pass, so it is enough to test that thread. Nodes of
-    other devices run on autograd's own threads, which have no record of the thread that started the pass: there the
+    The backward nodes of CPU tensors run on the thread that started the backward pass, so the state of that thread
+    decides. Those of other devices run on autograd's own threads, which cannot tell who started the pass: there, the
     hook does not run while any thread differentiates a call.
     """
 
@@ -97,7 +97,7 @@ class _OutsideCalls:
 
 
 def keep_hooks_outside(leaf: torch.Tensor) -> None:
-    """Wrap the hooks of ``leaf`` in :class:`_OutsideCalls`, since ``autograd.grad``, used for calls, would run them."""
+    """Wrap the hooks of ``leaf`` in :class:`_OutsideCalls`, because ``autograd.grad`` would run them for each call."""
     hooks: Any = leaf._backward_hooks
     for key, hook in list(hooks.items()) if hooks else ():
         if type(hook) is not _OutsideCalls and key in hooks:
@@ -118,7 +118,7 @@ def graphs_are_made() -> bool:
 
 
 class _CallInputs(torch.autograd.Function):
-    """Returns aliases of ``tensors``. As results of an operation, and not leaves, they may be modified in place."""
+    """Returns aliases of ``tensors``. They are results of an operation, not leaves: they may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -155,7 +155,7 @@ class IsolatedCall:
         self.outputs: Any = ()  # the function's outputs, always as a tuple
         self.roots: list[GradientEdge] = []  # edges of `fresh` outputs, then of `written` aliases
         self.leaves: list[torch.Tensor] = []
-        self.tied: set[int] = set()  # ids of outputs whose memory other tensors share
+        self.tied: set[int] = set()  # ids of outputs that share memory with other tensors
         self.written: list[Alias] = []  # aliases that the call modified in place, in a way that matters for gradients
 
     def run(self) -> None:
@@ -251,11 +251,11 @@ def differentiate(
     entry: Node | None,
     keep: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of every input and then of every leaf of one call's graph; None for those without one.
+    """Return the gradients of ``inputs``, then those of ``leaves``, in the graph of one call; None where there is none.
 
-    Nothing is accumulated. The graph is kept (``retain_graph=True``), because it may lead into other graphs that are
-    still needed; it is freed when its roots are. Only a graph with nodes of ``torch.compile`` is freed immediately,
-    because these nodes raise an error under ``retain_graph=True``; ``keep`` keeps even such a graph.
+    No gradients are accumulated into leaves. The graph is kept (``retain_graph=True``), because it may lead into other
+    graphs that are still needed; it is freed when its roots are. Only a graph with nodes of ``torch.compile`` is freed
+    immediately, because these nodes raise an error under ``retain_graph=True``; ``keep`` keeps even such a graph.
 
     Args:
         roots: the edges where the backward pass begins; None and roots without a gradient are skipped.
@@ -287,7 +287,7 @@ def isolate(
     """Return an :class:`IsolatedCall` of ``function`` for each item of ``args_per_call``, ready to run.
 
     Args:
-        function: the function that all of them call.
+        function: the function to call.
         args_per_call: the arguments of each call.
         graphs: give each call a graph of its own; otherwise use the arguments unchanged.
         share: if true, a tensor that is passed to a call twice gets one alias, and leaves get none if no argument of
@@ -313,7 +313,7 @@ def isolate(
             if not (required or value.is_floating_point() or value.is_complex()):
                 continue
             if not required and has_tangent(value):
-                continue  # an alias would lack the tangent
+                continue  # an alias would lack the forward-mode tangent
             alias = known[id(value)] = Alias([place], value)
             call.aliases.append(alias)
             if required:
@@ -332,7 +332,7 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Set ``roots`` and ``leaves`` of ``calls``, for their backward passes, after they have run with graphs.
+    """Prepare the backward passes of ``calls``, which must have run with graphs: set their ``roots`` and ``leaves``.
 
     Return the result of :meth:`IsolatedCall.find_fresh` for each call: its outputs that have a history.
     """

@@ -1,11 +1,11 @@
 """Runs batches with torch's default settings, so that they do not depend on the thread that runs them.
 
 A client that waits for its request may itself run the batch that contains it, along with requests of other clients.
-Settings of the client's thread must not affect those: inference mode, autocast, gradients on or off, a default device,
-hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code compiled by ``torch.compile``.
-:func:`in_plain_state` runs a function without these settings. Moreover, a client whose thread has such settings leaves
-its batch to the workers (``csrc/bindings/torch_calls.h`` says how the runtime detects them). A batch has its own
-context (``contextvars``) and stack.
+Settings of the client's thread must not affect the batch: inference mode, autocast, gradients on or off, a default
+device, hooks on saved tensors, a function or dispatch mode, a transform of ``torch.func``, code compiled by
+``torch.compile``. :func:`in_plain_state` runs a function without these settings. Moreover, a client whose thread has
+such settings leaves its batch to the workers (``csrc/bindings/torch_calls.h`` says how the runtime detects them). A
+batch has its own context (``contextvars``) and stack.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _is_plain = _runtime.thread_is_plain
 
 
 def in_plain_state(grad: bool, function: Callable[..., Result], *args: Any) -> Result:
-    """Return ``function(*args)``, run with gradients on or off, and torch's other thread settings at their defaults."""
+    """Return ``function(*args)``, run with grad mode ``grad`` and torch's defaults for the thread's other settings."""
     canaries.thread_states()
     if _is_plain():
         return _with_grad(grad, function, *args)

@@ -2,7 +2,7 @@
 
 torch's default generators are shared by the whole process: if calls draw at the same time, each gets numbers that
 depend on the others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets
-another default generator meanwhile. It is seeded with one number of the surrounding stream and the call's position:
+another default generator meanwhile, seeded with one number of the surrounding stream and the index of the call:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -19,9 +19,9 @@ from ``torch.default_generator`` in C++.
 Effects on the process:
 
 - While calls run, the module ``torch.random`` has another class and another global ``default_generator`` (with CUDA,
-  ``torch.cuda`` also has another tuple ``default_generators``): its functions read that global, which is the only way
-  to give them a generator. For threads that run no call, it is the process's generator. :func:`restore` undoes all this
-  when the last call has ended.
+  ``torch.cuda`` also has another tuple ``default_generators``): the functions of ``torch.random`` read that global, so
+  replacing it is the only way to give them a generator. On threads that run no call, it refers to the process's
+  generator. :func:`restore` undoes all this when the last call has ended.
 - The first map registers kernels for the operators below on the dispatch key ``TESTING_ONLY_GenericMode``, and they
   stay. A thread that does not include the key, which is every thread outside of a call, never reaches them. They are
   not removed between maps because the dispatcher's tables are read without a lock: a change while another thread
@@ -74,7 +74,7 @@ OPERATORS = """
 KEY = "TESTING_ONLY_GenericMode"
 _key = parse_dispatch_key(KEY)
 
-_SPREAD = 0x9E3779B97F4A7C15  # odd: different positions get different seeds, also in their lower 32 bits
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that all positions get different seeds, even in the lower 32 bits
 _SEEDS = 1 << 63
 
 
@@ -87,12 +87,12 @@ this_thread = _ThreadStream()
 _defaults_in_use = threading.Lock()  # held while a default generator temporarily has the state of a call
 _changing = threading.Lock()  # held while kernels are registered, or torch.random is changed
 _libraries: list[torch.library.Library] = []
-_calling: set[int] = set()  # threads that run a call
-_is_changed = False  # true while torch.random is changed to return to each thread its call's generator
+_calling: set[int] = set()  # ids of the threads that run a call
+_is_changed = False  # true while torch.random uses a separate generator on threads that run a call
 
 
 class RandomSource:
-    """The random streams of the calls of one map, by the position of the call."""
+    """The random streams of the calls of one map, by the index of the call."""
 
     def __init__(self, eager: bool = False) -> None:
         """Prepare the streams of a map, which are seeded with one number of the surrounding stream.
@@ -165,9 +165,9 @@ def with_stream(stream: RandomStream, function: Callable[..., Result], *args: An
 
 
 def begin_drawing() -> None:
-    """Make this thread draw from ``this_thread.stream``, until :func:`end_drawing`.
+    """Make this thread draw from ``this_thread.stream`` until :func:`end_drawing`.
 
-    The stream must have been None before and set just now, and must stay set.
+    The caller must have just changed ``this_thread.stream`` from None to a stream, and must not change it meanwhile.
     """
     _calling.add(get_ident())  # must precede the read of _is_changed: see restore()
     if not _is_changed:
@@ -184,7 +184,8 @@ def end_drawing() -> None:
 def draw(stream: RandomStream | None) -> int:
     """Return a random int64 drawn from ``stream``; for None, from the process's default CPU generator."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
-    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():  # outside of all modes
+    # Disable all modes, so that no mode sees the operator that draws.
+    with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
@@ -206,7 +207,7 @@ def install() -> None:
     _numbers_come_from_streams()
     if _is_changed and torch.cuda.is_initialized() and not isinstance(torch.cuda.default_generators, _CudaDefaults):
         with _changing:
-            _change_cuda()  # CUDA was first used after the change
+            _change_cuda()  # CUDA was initialized after the change of torch.random
 
 
 def _install() -> None:
@@ -224,7 +225,7 @@ def _install() -> None:
 
 @canaries.canary
 def _numbers_come_from_streams() -> canaries.Exercises:
-    """Exercise the names that give a call its own generator."""
+    """Test the private names of torch that make a call draw from its own generator."""
     source, expected = RandomSource.__new__(RandomSource), torch.Generator("cpu")
     source._lock, source._base = threading.Lock(), 1
     expected.manual_seed(source.seed(1))
@@ -243,8 +244,9 @@ def _numbers_come_from_streams() -> canaries.Exercises:
 
 
 def _change() -> None:
-    """Replace torch's default generators, also those of CUDA if it is initialised: on a thread that runs a call, they
-    stand for the call's generators, on other threads for the process's.
+    """Replace ``torch.random.default_generator`` and, if CUDA is initialised, ``torch.cuda.default_generators``.
+
+    On a thread that runs a call, they then refer to the call's generators; on other threads, to those of the process.
     """
     global _is_changed
     with _changing:
@@ -279,7 +281,8 @@ def restore() -> None:
         if _calling:
             _is_changed = True
             return
-        if isinstance(vars(torch.random)["default_generator"], _Default):  # else other code has replaced it
+        # Leave a generator that other code has set meanwhile.
+        if isinstance(vars(torch.random)["default_generator"], _Default):
             vars(torch.random)["default_generator"] = torch.default_generator
         torch.random.__class__ = types.ModuleType
         if isinstance(torch.cuda.default_generators, _CudaDefaults):
@@ -304,7 +307,7 @@ def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
             stream, device = this_thread.stream, _first_device(args, kwargs)
-            # torch's own threads for backward passes on other devices include the key, but run no call.
+            # The key is also set on torch's own threads for backward passes on other devices, which run no call.
             if given is not None or stream is None or device is None or device.type == "meta":
                 return operator(*args, **kwargs)
             if position < len(names):
@@ -324,9 +327,11 @@ def _of_this_thread() -> torch.Generator:
 
 
 class _Default:
-    """Replaces the global ``default_generator`` for ``torch.random``'s own functions, and passes calls to the generator
-    of this thread's call. (A real generator would be the same for all threads.) Code outside of ``torch.random`` never
-    gets this object, because :class:`_RandomModule` returns a generator in its place.
+    """Replaces the global ``default_generator`` in the module ``torch.random``, and forwards attributes to the
+    generator of the call that the current thread runs.
+
+    (With a real generator, all threads would get the same one.) Code outside of ``torch.random`` never gets this
+    object, because :class:`_RandomModule` returns a generator in its place.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -351,7 +356,7 @@ class _RandomModule(types.ModuleType):
 
 
 class _CudaDefaults(tuple):
-    """Replaces the tuple ``torch.cuda.default_generators``: an index returns the generator of this thread's call."""
+    """Replaces the tuple ``torch.cuda.default_generators``; indexing returns the generator of this thread's call."""
 
     originals: tuple[torch.Generator, ...]
 

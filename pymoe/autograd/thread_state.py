@@ -78,10 +78,10 @@ class ThreadState(NamedTuple):
     multithreading: bool
     view_replay: bool
     autocast_cache: bool
-    autocast: tuple[bool, ...]  # per device of autocast_devices(); empty: off everywhere
+    autocast: tuple[bool, ...]  # one entry per type in autocast_devices(); empty if autocast is off for all
     autocast_dtypes: tuple[torch.dtype, ...]
     all_functions: bool  # __torch_function__ of tensor subclasses and modes is called
-    no_function: bool  # even modes' __torch_function__ is not called
+    no_function: bool  # not even __torch_function__ of modes is called
     function_modes: tuple[Any, ...]  # outermost first
     default_device: Any
     dispatch_modes: tuple[Any, ...]
@@ -224,7 +224,7 @@ def change(before: ThreadState, after: ThreadState, undo: list[Callable[[], obje
         saved_tensors_hooks_disable(after.hooks_forbidden, False)
     if before.cuda != after.cuda and after.cuda is not None:
         for stream in after.cuda[1]:
-            torch.cuda.set_stream(stream)  # this changes the current device, too
+            torch.cuda.set_stream(stream)  # set_stream changes the current device, too
         torch.cuda.set_device(after.cuda[0])
 
 
@@ -248,7 +248,10 @@ def _change_modes(before: ThreadState, after: ThreadState) -> None:
 
 
 def _change_hooks(hooks: tuple[Any, Any] | None, undo: list[Callable[[], object]]) -> None:
-    """Push ``hooks`` on the stack of hooks on saved tensors, or for None pop all; append the inverse to ``undo``."""
+    """Push ``hooks`` on the stack of saved-tensor hooks, or remove all hooks from the stack if ``hooks`` is None.
+
+    Append functions that undo this to ``undo``.
+    """
     if hooks is not None:
         push_saved_tensors_default_hooks(*hooks)
         undo.append(pop_saved_tensors_default_hooks)

@@ -46,7 +46,7 @@ class UsedAnswer(NamedTuple):
 def use_answers(
     choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
 ) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
-    """Assemble the outputs from the ``answers``. The rows that the mask ``few_T`` marks have too few, and use none.
+    """Assemble the outputs from the ``answers``; in rows that the mask ``few_T`` marks, which have too few, use none.
 
     Returns:
         The answers that are used; the outputs, each (S, ...), with zeros for missing answers; and a (T, K) mask of
@@ -86,9 +86,10 @@ class ForwardRecord(NamedTuple):
     def gradients(
         self, inputs: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Request gradients from the experts whose answers were used, which updates them; return the gradients.
+        """Send backward requests to the experts whose answers were used, and return the gradients of ``inputs``.
 
-        There is one for each of the gathered ``inputs``: None if it is not ``needed``, zeros in rows without an answer.
+        The experts update their parameters. The result has one entry for each of the gathered ``inputs``: None if it is
+        not ``needed``; otherwise its gradient, with zeros in rows without an answer.
 
         Raises:
             ValueError: a gradient in ``grads`` contains NaN or infinity, with ``detect_anomalies``.

@@ -33,7 +33,7 @@ from pymoe.runtime.room import Place
 from pymoe.runtime.timers import deadline_after, seconds_left
 
 IDLE_CHECK_PERIOD_S = 2.0  # interval at which a wait checks that a runtime serves the pools
-SAME_DEADLINE_S = 0.05  # a request that its pool times out this shortly before the deadline counts as given up
+SAME_DEADLINE_S = 0.05  # a request that times out at most this long before the deadline counts as given up
 
 
 class GivenUp(TimeoutError):
@@ -66,7 +66,7 @@ class TooFewAnswersError(RuntimeError):
 
 
 class ExpertRequest(NamedTuple):
-    """A request to be sent: ``tensors`` for the rows ``tokens`` of a group."""
+    """A request to an expert for rows ``tokens`` of the mixture's input; ``tensors`` contain the data of these rows."""
 
     group: Group
     to: MemberPass
@@ -178,7 +178,11 @@ class Pending:
                 future.exception(seconds_left(deadline))
 
     def get(self, timeout: float) -> tuple[int, Future | BaseException, float]:
-        """Return index, outcome and time of the next request that ends; raise ``queue.Empty`` after ``timeout``."""
+        """Return index, outcome and time of the next request that ends.
+
+        Raises:
+            queue.Empty: no request has ended within ``timeout`` seconds.
+        """
         return self._ended.get(timeout=timeout)
 
     def close(self) -> None:
@@ -201,8 +205,8 @@ def ask(
 
     Raises:
         TooFewAnswersError: rows got too few answers, and ``rules.raises`` is true.
-        ValueError, TypeError: a pool does not accept such tensors, which is a mistake of the caller, not of the
-            backend. In this case, and if the wait is interrupted, no request is left pending.
+        ValueError, TypeError: a pool does not accept the tensors of its request, which is a mistake of the caller, not
+            of the backend. In this case, and if the wait is interrupted, no request is left pending.
     """
     deadline = deadline_after(rules.backward_timeout if backward else rules.forward_timeout)
     answers = Answers(requests, len(needed_T))
@@ -219,7 +223,7 @@ def ask(
             except Exception as error:  # the pool refuses the request: it is full or closed, or its server is gone
                 del sent[index]
                 request.to.count("failed")
-                answers.fail(index, error.with_traceback(None))  # the traceback would keep this frame, with all tensors
+                answers.fail(index, error.with_traceback(None))  # the traceback would keep this frame's tensors alive
         pending.run_inline(deadline)
         _collect(answers, pending, sent, needed_T, deadline, rules)
     finally:

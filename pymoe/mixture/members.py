@@ -104,9 +104,9 @@ class Member:
 
 
 def members_to_ask(members: Sequence[Member], rules: Rules) -> Sequence[Member]:
-    """Return the ``members`` that are served and do not back off.
+    """Return the ``members`` that are served and not in backoff.
 
-    If these are fewer than ``k_min``, return all served members; if these are also too few, return all members. A
+    If there are fewer than ``k_min`` of them, return all served members; if these are fewer, too, return all members. A
     member is served as long as its pool's ``served`` is true. A member backs off after ``rest_after`` consecutive
     timeouts (None: never), for ``rest`` seconds at first; every further timeout doubles the span, up to 64 times
     ``rest``.

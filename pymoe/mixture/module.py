@@ -182,20 +182,22 @@ class MixtureOfExpertBackends(nn.Module):
 
         Args:
             backend: the new backend.
-            slot: where to put it; None: the first free slot.
+            slot: the slot of the backend; None: the first free slot.
 
         Returns:
             The slot that ``backend`` got.
 
         Raises:
-            TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` not an int.
-            ValueError: the slot is taken, no slot is free, the name is taken, or the schemas differ from the others'.
+            TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` is not an int.
+            ValueError: the slot is taken, no slot is free, the name is taken, or the schemas differ from those of the
+                other backends.
         """
         check_schemas(backend, self._schemas)
         return self._slots.add(backend, slot, prepare=self._reset).slot
 
     def remove_backend(self, backend: str | Backend) -> Backend:
-        """Stop choosing ``backend``, and return it. Pending calls still get its answers, while it is served.
+        """Remove ``backend`` from the mixture, and return it. Pending calls still use its answers, as long as it is
+        served.
 
         Raises:
             KeyError: the mixture has no such backend.
@@ -208,13 +210,13 @@ class MixtureOfExpertBackends(nn.Module):
         Args:
             old: the backend, or its name.
             new: the backend that gets requests from now on; it may have the name of ``old``.
-            keep_gate: keep the column of the gate, as for a restored expert; otherwise the column is reset, as in
-                :meth:`add_backend`.
+            keep_gate: keep the gate's column for the slot, for example if ``new`` has the weights of ``old``; otherwise
+                the column is reset, as in :meth:`add_backend`.
 
         Raises:
             KeyError: the mixture has no backend ``old``.
             TypeError: ``new`` is not a :class:`~pymoe.runtime.Backend`.
-            ValueError: the name is taken, or the schemas differ from the others'.
+            ValueError: the name is taken, or the schemas differ from those of the other backends.
         """
         check_schemas(new, self._schemas)
         member = self._slots.replace(old, new)

@@ -20,7 +20,7 @@ Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 class Rules(NamedTuple):
-    """The arguments of MixtureOfExpertBackends that govern waiting and failures, under the same names."""
+    """Arguments of MixtureOfExpertBackends on waiting and failures, under the same names except for ``raises``."""
 
     k_min: int
     backward_k_min: int
@@ -61,7 +61,8 @@ def check_schemas(backend: Any, expected: tuple[Any, Any] | None = None) -> tupl
 
     Raises:
         TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`.
-        ValueError: its schemas differ from ``expected``, the others' schemas, or its outputs cannot be weighted.
+        ValueError: its schemas differ from ``expected``, the schemas of the other members, or its outputs cannot be
+            weighted.
     """
     check_is_backend(NAME, backend)
     info = backend.get_info()
@@ -105,7 +106,7 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return ``outputs`` with the rows that the mask ``few_T`` marks replaced by the fallback's.
+    """Return ``outputs`` with the rows that the mask ``few_T`` marks replaced by rows of the fallback.
 
     Args:
         fallback: ``"input"`` or a callable, not ``"zeros"``.

@@ -43,7 +43,7 @@ class SlotGate(nn.Linear):
 
 
 class Group(NamedTuple):
-    """The gathered rows ``begin`` to ``end``, for ``member``: copies of the input's rows with indices ``tokens``."""
+    """The gathered rows ``begin`` to ``end`` (exclusive), copies of the input's rows ``tokens``, for ``member``."""
 
     member: Member
     begin: int

@@ -1,4 +1,4 @@
-"""Outcomes of the requests that a mixture sends to a backend: numbers for each pass, and log lines."""
+"""Outcomes of the requests that a mixture sends to a backend: counts for each pass, and log lines."""
 
 from __future__ import annotations
 

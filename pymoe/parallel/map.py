@@ -130,13 +130,14 @@ def _map(func: Any, function: Any, args_per_call: Sequence[Sequence[Any]]) -> tu
     saved = run_concurrently(f"{NAME} forward", lambda number: calls[number].run(), streams, like)
     if not graphs:
         return tuple([call.outputs for call in calls])
-    # Trace on this thread: on several, calls that end at the same time would contend for the interpreter's lock.
+    # Trace on this thread: on several threads, calls that end at the same time would contend for the interpreter's
+    # lock.
     fresh = trace(calls, hand_through=True)
     return _join(calls, fresh, streams, like, saved)
 
 
 class _MapCalls:
-    """The calls of a map, and the inputs and outputs of the map's node that each call has."""
+    """The calls of a map, and for each call the inputs and outputs of the map's node that correspond to it."""
 
     def __init__(
         self,
@@ -151,9 +152,9 @@ class _MapCalls:
         self.like = like
         self.saved = saved  # the tensors that each call has saved; empty without hooks
         self.tensors: list[torch.Tensor] = []  # the inputs of the node, each once
-        self.targets: list[list[int]] = []  # per call: index of the input for each of its gradients
-        self.sources: list[list[int]] = []  # per call: index of the node's output for each of its roots
-        self.written: list[int] = []  # inputs that calls have changed in place
+        self.targets: list[list[int]] = []  # per call and gradient: the index of the node's input
+        self.sources: list[list[int]] = []  # per call and root: the index of the node's output
+        self.written: list[int] = []  # indices of the inputs that calls have modified in place
         numbers: dict[int, int] = {}
 
         def numbered(tensors: list[torch.Tensor]) -> list[int]:
@@ -265,8 +266,8 @@ def _join(
             )
         joined = apply_directly(_ParallelMap, plan, inner, tied, *plan.tensors)
         if written:
-            # Reset the version counters: mark_dirty counts as one more in-place change, so a tensor that a call saved
-            # after its own change would seem to be outdated.
+            # Restore the version counters: mark_dirty has incremented them, and a tensor that a call saved after
+            # modifying it in place would seem to have been modified since.
             unsafe_set_version_counter(written, versions)
         outer = dict(zip(map(id, inner), joined, strict=False))
     plan.tensors = []

@@ -32,13 +32,14 @@ INLINE_LIMIT_S = 100e-6
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
-_trusted: dict[tuple[str, int], bool] = {}  # by name and likeness(): whether the last run of the function was long
+# Trusted functions, by name and :func:`likeness` of their runs. True: the latest run took long.
+_trusted: dict[tuple[str, int], bool] = {}
 
 
 def run_concurrently(
     name: str, function: Callable[[int], None], streams: Sequence[RandomStream], like: int = 0, inline: bool = False
 ) -> list[SavedTensors]:
-    """Call ``function(i)`` for the index ``i`` of every stream, in this thread's state, with numbers from that stream.
+    """Call ``function(i)`` for each index ``i``, in this thread's state, with random numbers from ``streams[i]``.
 
     Wait until all calls have ended. This thread makes calls, too, so a call may itself use this function even if there
     are few workers. Under hooks on saved tensors together with dispatch modes, calls run one after the other, because
@@ -115,7 +116,7 @@ def likeness(func: Any) -> int:
 
 
 class _Run:
-    """The calls that one :func:`run_concurrently` makes, with their contexts, random streams and errors."""
+    """The calls that :func:`run_concurrently` makes, with their contexts, random streams and errors."""
 
     __slots__ = ("contexts", "errors", "function", "helped", "saved", "state", "states", "streams")
 
@@ -133,7 +134,8 @@ class _Run:
     def call(self, number: int) -> None:
         if known.state is not self.state:
             self.helped = True
-            if known.state is None:  # the first call of this worker, whose state only calls can change
+            # This is the first call on this worker. Later its state is known, because only calls change it.
+            if known.state is None:
                 known.state = current()
         state = self.states[number] if self.states else self.state
         try:

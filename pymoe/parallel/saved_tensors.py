@@ -69,7 +69,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """The tensors that a call saves under its caller's hooks."""
+    """The tensors that a call saves, if its caller has hooks on saved tensors."""
 
     __slots__ = ("_handed_over", "_saved", "around", "hooks")
 
@@ -88,7 +88,7 @@ class SavedTensors:
         return saved
 
     def hand_over(self) -> None:
-        """Call the caller's hooks to pack all tensors, even those that the graph dropped: hooks may count tensors."""
+        """Pack all saved tensors with the caller's hooks, even if the graph has dropped them: hooks may count them."""
         recorded, self._saved, self._handed_over = self._saved, [], []
         for saved in recorded:
             saved.pack(self.around)
@@ -112,13 +112,13 @@ def hand_over_all(saved: Sequence[SavedTensors]) -> None:
 
     Call it on the caller's thread when all calls have ended.
     """
-    with torch.no_grad():  # autograd calls hooks in this mode
+    with torch.no_grad():  # as autograd does when it calls hooks
         for of_call in saved:
             of_call.hand_over()
 
 
 def depend_on_order(hooks: Hooks | None) -> bool:
-    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or of a call that records tensors for them."""
+    """Return whether ``hooks`` are those of ``torch.utils.checkpoint``, or record a call's tensors for such hooks."""
     while hooks is not None and isinstance(of_call := getattr(hooks[0], "__self__", None), SavedTensors):
         hooks = of_call.around
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -20,7 +20,7 @@ from typing import Any
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
-MAX_THREADS = 512  # including waiting ones; each costs some tens of KiB
+MAX_THREADS = 512  # including waiting threads; each costs some tens of KiB
 WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # the exiting interpreter waits at most this long for maps of daemon threads
 END_IDLE_THREAD_AFTER_S = 5.0  # a thread that was added because calls waited ends after this time without work
 
@@ -84,15 +84,18 @@ def shared_pool() -> WorkerPool:
         if _pool is None:
             renew_engine()
             most = 0 if _count else MAX_THREADS
-            # A thread without processor time for this long counts as waiting. A thread that waits for the interpreter's
-            # lock does not, because it polls the lock more often.
+            # A thread that uses no processor time for this long counts as waiting. Threads that wait for the
+            # interpreter's lock do not count, because they poll the lock more often.
             still = max(1.6 * sys.getswitchinterval(), 1e-3)
             _pool = WorkerPool(get_parallel_workers(), most=most, still=still, idle=END_IDLE_THREAD_AFTER_S)
         return _pool
 
 
 class Visit:
-    """A context in which a thread runs a map; the exiting interpreter waits for its end, see :func:`_leave`."""
+    """A context in which a thread runs a map.
+
+    The exiting interpreter waits until no thread is in such a context: see :func:`_leave`.
+    """
 
     __slots__ = ()
 
@@ -106,10 +109,10 @@ class Visit:
 
 
 def end_thread_at_exit() -> None:
-    """End this thread silently if the interpreter is exiting: by then, all threads except the main one are daemons.
+    """End this thread silently if the interpreter is exiting, unless it is the main thread.
 
     Raises:
-        SystemExit: to end the thread. Nothing is raised on the main thread, whose exit handlers may still make calls.
+        SystemExit: to end the thread. The main thread continues, because its exit handlers may still make calls.
     """
     if _exiting and threading.current_thread() is not threading.main_thread():
         raise SystemExit("the interpreter is exiting")
@@ -118,9 +121,10 @@ def end_thread_at_exit() -> None:
 def _leave() -> None:
     """Make sure that no daemon thread is inside a map when the interpreter exits.
 
-    Before CPython 3.14 a thread that then wants the interpreter's lock is unwound, which aborts the process if the
-    thread is in a function of torch. Maps that run are therefore cut short and waited for, except for calls that take
-    long: a call that sleeps in Python code does no harm.
+    Before CPython 3.14, a daemon thread that wants the interpreter's lock during the exit is unwound, which aborts the
+    process if the thread is in a function of torch. So cancel calls that have not started, and wait up to
+    ``WAIT_FOR_MAPS_AT_EXIT_S`` seconds until all maps have ended. A call that takes longer does no harm if it sleeps in
+    Python code.
     """
     global _exiting
     _exiting = True

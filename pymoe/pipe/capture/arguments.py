@@ -58,7 +58,7 @@ class _Slot:
 
 class Arguments:
     """Describes how the arguments of a model's ``forward`` were passed when it was captured. Calls may pass them
-    differently: by name or position, in another order, with or without those that equal their defaults.
+    differently: by name or position, in another order, with or without arguments that equal their defaults.
     """
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,8 +76,10 @@ class Arguments:
                 )
 
     def example(self, call: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call, ``(args, kwargs)``. Its tensors have new values, and the dtypes and ``requires_grad``
-        of the leaves ``call`` if these are given, or else of the capture's example.
+        """Return an example call, ``(args, kwargs)``, with new tensors.
+
+        The tensors have the dtypes and ``requires_grad`` of ``call``, the leaves of another call; or of the capture's
+        example, if ``call`` is empty.
         """
         leaves = []
         for leaf, other in zip(self.examples, call or self.examples, strict=True):
@@ -166,10 +168,10 @@ def trials(
 ) -> Iterator[Trial]:
     """Yield the ways to capture a model, in the order in which they are to be tried.
 
-    With ``dynamic_shapes``, in the form of ``torch.export.export``, only these dimensions are free. Otherwise all
-    dimensions are free, then the first dimension of each tensor, then none. If dimensions are free, sizes 0 and 1 are
-    first allowed and then not. Without ``dynamic_shapes``, dimensions where the example has size 0 or 1 are not free,
-    because torch takes another path for these sizes.
+    With ``dynamic_shapes``, in the form of ``torch.export.export``, only the dimensions that it specifies are free.
+    Without it, first all dimensions are free, then the first dimension of each tensor, then none; but dimensions of
+    size 0 or 1 in the example are never free, because torch takes another path for these sizes. If dimensions are free,
+    sizes 0 and 1 are first allowed and then not.
     """
     from torch.export import Dim
 
@@ -223,7 +225,7 @@ def _pairs(value: Any, spec: Any, name: str) -> Iterator[tuple[Tensor, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class InputChecks:
-    """Checks the leaves of a call. Sizes are numbers, or sympy expressions whose symbols stand for free sizes."""
+    """Checks the leaves of a call. Expected sizes are numbers, or sympy expressions whose symbols are free sizes."""
 
     arguments: Arguments
     sizes: dict[int, tuple[Any, ...]]
@@ -246,7 +248,7 @@ class InputChecks:
         later: list[tuple[Any, int, str]] = []
         for number, (name, example, value) in enumerate(zip(arguments.names, arguments.examples, values, strict=True)):
             if not isinstance(example, Like):
-                # Frozen values distinguish the two zeros, and NaN equals NaN.
+                # freeze() distinguishes 0.0 from -0.0, and all NaN are equal.
                 if value is not example and freeze(value) != freeze(example):
                     raise ValueError(
                         f"{name}: expected {example!r:.80}, as in the capture, got {value!r:.80}: arguments other than "
@@ -316,7 +318,7 @@ def _check_kind(name: str, example: Like, value: Any) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Return the kind of a dtype. Dtypes of the same kind fit each other, because a model may change its precision."""
+    """Return the kind of a dtype. Calls may use other dtypes of the same kind, as the model's precision may change."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -403,7 +405,7 @@ def _users_line(frame: FrameType | None) -> str:
 
 
 def _is_asked_by_model(frame: FrameType | None) -> bool:
-    """Return whether Python code of the model, or of ``torch.nn``, converts a size to ``bool`` or ``int`` in ``frame``.
+    """Return whether the model's code or ``torch.nn`` asked for the conversion of a size to a number in ``frame``.
 
     Operators also test sizes (to broadcast, for example), but they repeat the test whenever the graph runs, so the
     capture need not record it.
@@ -419,10 +421,10 @@ def _is_asked_by_model(frame: FrameType | None) -> bool:
 
 
 def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
-    """Return the conditions on sizes under which a graph was made, as sympy expressions, and the lines that tested
-    them.
+    """Return the conditions on sizes under which a graph is valid: pairs of a sympy expression and the line that tested
+    it.
 
-    Conditions from operators that hold for all sizes except 0 and 1 are left out.
+    Conditions that operators have tested are left out if they hold for all sizes except 0 and 1.
     """
     guards = environment.guards
     if not isinstance(guards, _ShapeGuards):
@@ -432,7 +434,7 @@ def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
 
 
 def _holds_from_two(expression: Any) -> bool:
-    """Return whether a condition seems to hold for all sizes from 2 up, judging by some that are tried."""
+    """Return whether a condition holds for all sizes that are tried, which are at least 2."""
     symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
     if not symbols:
         return False

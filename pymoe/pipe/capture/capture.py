@@ -62,9 +62,10 @@ def capture(
         kwargs: example keyword arguments.
         dynamic_shapes: which dimensions are free, as for ``torch.export.export``; by default every one that the model's
             code does not fix.
-        opaque: types and qualified names of modules that are called as a whole instead of being traced. (Layers of
-            :mod:`pymoe.nn`, autograd Functions and modules with hooks always are.) They keep their state, hooks and
-            mode; the shapes of their outputs must follow from the shapes of their inputs.
+        opaque: types and qualified names of modules that are called as a whole instead of being traced. Opaque modules
+            keep their state, hooks and mode; the shapes of their outputs must follow from the shapes of their inputs.
+            (Autograd Functions, modules with hooks, recurrent layers, and layers of :mod:`pymoe.nn` that count or
+            inject losses are opaque, too.)
 
     Raises:
         TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` does not fit the model.
@@ -73,7 +74,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # also of opaque modules: what they change must be restored
+    external = ExternalValues(model)  # including those of opaque modules, whose changes must be undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules whose forward changes their attributes
@@ -113,7 +114,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
     failure: BaseException | None = None
     for trial in ways:
         if failure is not None and branches_on_values(failure) and any(trial[0]):
-            continue  # other free dimensions would not help
+            continue  # only a capture without free dimensions may still succeed
         run = new_run()
         try:
             return _export(run, trial), run
@@ -131,7 +132,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
 
 def _export(run: ModelRun, trial: Trial) -> Any:
     shapes, any_size = trial
-    start_engine()  # before torch.export, within which torch reports a GPU even where there is none
+    start_engine()  # must precede torch.export, which can make torch report a GPU that does not exist
     with (
         _one_at_a_time,
         attributes_restored(run.model),
@@ -145,12 +146,13 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
-    """Return a function that takes a model and returns its guards, which check the assumptions of the capture.
+    """Return a function that makes the guards of a model, which check the assumptions of the capture.
 
     Attributes that the model's own run changed are not guarded.
     """
     reads = run.recorder.reads
-    # A graph may be valid only for the dtypes of the example: for a float32 ``x``, ``x.float()`` was ``x`` itself.
+    # The graph may be valid only for the dtypes of the example: if ``x`` is float32, ``x.float()`` is ``x`` itself and
+    # leaves no conversion in the graph.
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     reads.dtypes |= any(
         node.target is _torch_private.assert_tensor_metadata for graph in graphs for node in graph.nodes
@@ -188,7 +190,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """After the block, empty the ``caches`` that it has added to: their entries may contain fake tensors."""
+    """After the block, empty those ``caches`` to which it has added entries, since these may contain fake tensors."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -201,7 +203,7 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """Run the block in a fixed state (gradients on, no autocast). The caller's state applies when the graph runs."""
-    config: Any = _torch_private.fx_config  # imported when it is first used
+    config: Any = _torch_private.fx_config  # imported here, by the first access
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -256,8 +258,9 @@ class Captured:
 
 
 class Region:
-    """The target of a node for a block that sets the grad mode or autocast: sets it, runs the block's graph, and
-    returns a list of the results.
+    """The target of a node that represents a block with its own grad mode or autocast setting.
+
+    Calling it applies the setting, runs the block's graph, and returns a list of the results.
     """
 
     def __init__(self, name: str, graph: fx.GraphModule, grad: bool | None, autocast: dict[str, Any] | None) -> None:
@@ -350,7 +353,11 @@ class _Builder:
         return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
 
     def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
-        """Return the graph's conditions on free sizes with the lines that test them, and the lines that fixed sizes."""
+        """Return the line that tests each of the graph's conditions on free sizes, and the line that fixed each fixed
+        dimension.
+
+        The first dict is by sympy expression, the second by the number of an argument's leaf and the dimension.
+        """
         modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
         environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
         if environment is None:
@@ -402,7 +409,7 @@ def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
     exported graph and in its blocks. In the metadata of nodes, give modules the names that they have in the model.
     """
     hop = torch.ops.higher_order
-    for node in reversed(list(module.graph.nodes)):  # reversed: users of a block before the node of the block
+    for node in reversed(list(module.graph.nodes)):  # reversed, so that the users of a block precede its node
         if node.target is OPAQUE_CALL:
             number, *values = node.args
             node.target, node.args = calls[number], tuple(values)
@@ -420,7 +427,7 @@ def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
 
 
 def _block(owner: fx.GraphModule, node: fx.Node, calls: Sequence[OpaqueCall]) -> fx.GraphModule:
-    """Resolve the graph of the block that a ``get_attr`` node fetches, and return it."""
+    """Return the graph of the block that a ``get_attr`` node fetches, after applying :func:`_resolve` to it."""
     module = getattr(owner, str(node.target))
     assert isinstance(module, fx.GraphModule)
     _resolve(module, calls)
@@ -441,12 +448,12 @@ def _users_meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -> fx.GraphModule:
-    """Return the module of ``graph``, in which ``get_attr`` names a parameter or buffer of ``model``, or one of
-    ``constants``.
+    """Return a module with the graph ``graph``, in which ``get_attr`` refers to a parameter or buffer of ``model``, or
+    to one of ``constants``.
 
     The returned module has no parameters of its own: its submodules share the dictionaries of the model's modules, and
-    so use parameters and buffers that the model gets later. Opaque modules are in it as they are. Its ``state_dict``
-    has the model's keys for all modules that the graph uses.
+    so use parameters and buffers that the model gets later. Opaque modules in it are those of the model. Its
+    ``state_dict`` has the model's keys for all modules that the graph uses.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph(), "Captured")
     _share(module, model)
@@ -456,7 +463,7 @@ def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -
         if name:
             around._modules[name] = call.module
     for node in graph.find_nodes(op="get_attr"):
-        if node.target in constants:  # not as buffers: that dictionary is the model's own
+        if node.target in constants:  # not as buffers: the dictionary of buffers is the model's own
             module.__dict__[node.target] = constants[node.target]
         else:
             _module_at(str(node.target).rpartition(".")[0], module, model)

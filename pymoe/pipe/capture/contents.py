@@ -90,7 +90,7 @@ _NO_OBJECTS = (
 
 
 def holder_of(value: Any) -> Holder:
-    """Return the :class:`Holder` that reads ``value``, which must be no constant (except a member of an enum)."""
+    """Return the :class:`Holder` that reads ``value``. Constants are not allowed, except for members of enums."""
     kind = type(value)
     try:
         found = _holders.get(kind)
@@ -131,7 +131,7 @@ def has_many_scalars(held: list[Any]) -> bool:
     return len(held) >= 32 and set(map(type, held)) <= SCALARS
 
 
-# Kinds.
+# Kinds of containers and objects.
 
 
 def _make_holder(kind: type, value: Any) -> Holder:
@@ -190,8 +190,9 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return a :class:`Holder` for objects of a class in C. Their state is what ``pickle`` saves; if it cannot save
-    ``value``, they are opaque.
+    """Return a :class:`Holder` for objects of a class in C.
+
+    Their state is what ``pickle`` saves; if it cannot save ``value``, their contents count as unreadable.
     """
     try:
         _bytes_of(value)

@@ -39,7 +39,8 @@ class ModelRun:
 
     ``arguments``: the arguments of the example call, including constants. ``external``: the values outside of the model
     that its code may read and change. ``ambient``: the caller's state, as ``ambient_answers`` returns it.
-    ``finds_line``: also find the line of code that does what a graph cannot do, which takes much longer.
+    ``finds_line``: also find the first line of code that makes a change that a graph cannot make; this takes much
+    longer.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class ModelRun:
 
     @contextmanager
     def _ignoring(self, side_effects: SideEffects) -> Iterator[None]:
-        """Ignore reads and side effects of opaque calls in the block: they happen again whenever the graph runs."""
+        """Ignore reads and side effects of the opaque call in the block: they happen again whenever the graph runs."""
         with self.recorder.paused(), side_effects.ignored():
             yield
 
@@ -221,7 +222,7 @@ class SideEffects:
     """Watches random generators, and values outside of the model, for changes made after this object was made."""
 
     def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
-        self._watches: list[Callable[[], _Watched]] = []  # each begins to watch something
+        self._watches: list[Callable[[], _Watched]] = []  # functions that begin to watch a value
         self._watched: list[_Watched] = []
         self._add_generator("draws random numbers from Python's `random`", random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
@@ -290,8 +291,10 @@ def _set_torch_state(state: bytes) -> None:
 
 
 class LineFinder:
-    """Finds the line of the user's code after which ``has_happened`` is first true: within ``with finder:`` it is
-    called after every line. ``files`` count as the user's code, too.
+    """Finds the first line of the user's code after which ``has_happened()`` is true.
+
+    ``has_happened`` is called after every line that runs within ``with finder:``. Code in ``files`` also counts as the
+    user's.
     """
 
     def __init__(self, has_happened: Callable[[], bool], files: Container[str] = ()) -> None:

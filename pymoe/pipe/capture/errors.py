@@ -106,7 +106,7 @@ _INTERACTIVE = ("<stdin>", "<python-input-", "<ipython-input-")
 
 
 def is_library(file: str) -> bool:
-    """Return whether a file is part of torch or pymoe, ``contextlib``, or generated (not typed interactively)."""
+    """Return whether a file is part of torch, pymoe or ``contextlib``, or is generated (not interactive) code."""
     return file.startswith(_LIBRARIES) and not file.startswith(_INTERACTIVE)
 
 
@@ -126,9 +126,9 @@ _LIBRARY_NAMES = ("pymoe", "torch", "contextlib")
 
 
 def stack_level() -> int:
-    """Return the ``stacklevel`` with which a warning of the caller names the user's line.
+    """Return the ``stacklevel`` that makes a warning of the caller point to the user's code.
 
-    It is found by counting frames, because torch's compiler adds some.
+    The frames are counted in every call, because torch's compiler adds some.
     """
     frame, level = sys._getframe(1), 1
     # Code that torch.fx has generated has no module name; it is skipped, too.

@@ -67,7 +67,7 @@ class ExternalValue(NamedTuple):
 
 
 class Attributes(NamedTuple):
-    """Marks the attributes of a class, or of a Python module, as the place of a value."""
+    """Says that a value is an attribute of ``owner``, a class or a Python module."""
 
     owner: Any
 
@@ -90,7 +90,8 @@ def users_hooks(module: nn.Module) -> Iterator[Any]:
             while isinstance(function, functools.partial):
                 function = function.func
             named = function if isinstance(function, (types.FunctionType, types.MethodType)) else type(function)
-            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):  # it may be None
+            # Call str() because __module__ may be None.
+            if not is_boundary(hook) and not str(named.__module__).startswith("torch."):
                 yield hook
 
 
@@ -117,7 +118,7 @@ class ExternalValues:
         self._labels: Counter[str] = Counter()
         self._names: set[str] = set()
         self._classes: set[type] = set()
-        self._methods: dict[str, list[Any]] = {}  # methods that no code has named yet
+        self._methods: dict[str, list[Any]] = {}  # by name: methods that the code has not named so far
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
             # Classes that TorchScript creates for modules have no file, and are left out here.
@@ -149,7 +150,7 @@ class ExternalValues:
         """Search those methods of a class that the code names, or that Python calls implicitly. ``makes_objects``:
         whether the code may make objects of the class, so that methods such as ``__init__`` are searched, too.
         """
-        for base in kind.__mro__:  # super() may call methods that other classes override
+        for base in kind.__mro__:  # also overridden methods, as super() may call them
             if base not in self._classes and not _is_pythons(base.__module__):
                 self._classes.add(base)
                 for name, method in vars(base).items():
@@ -162,7 +163,7 @@ class ExternalValues:
                     self._method(vars(base).get(name))
 
     def _data_of_class(self, kind: type) -> None:
-        """Search the attributes of a class other than methods, if the code names them, as ``type(self).name`` does."""
+        """Search the attributes of a class, except for methods, if the code names them, as in ``type(self).name``."""
         for base in kind.__mro__:
             if not _is_pythons(base.__module__):
                 for name, value in vars(base).items():
@@ -234,7 +235,7 @@ class ExternalValues:
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search what ``text``, a string constant in code that looks up names, may name: a module, or variables."""
+        """Search what ``text``, a string constant, may name in code that looks up names: a module, or variables."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -258,9 +259,11 @@ class ExternalValues:
             self._taken(ExternalValue(name, {name: module}, name), taken)
 
     def _taken(self, place: ExternalValue, taken: list[str]) -> None:
-        """Search the value at ``place``, from which the code reads the chain of attributes ``taken``, as long as they
-        are attributes of Python modules and classes. If the code reads no attribute of a user's Python module, search
-        the whole module.
+        """Search the value that the code reads at ``place``, or through the chain of attributes ``taken`` that begins
+        there.
+
+        The chain is followed through Python modules and classes. If the code reads no attribute of a user's Python
+        module, search the whole module.
         """
         value = place.value(MISSING)
         if not isinstance(value, (types.ModuleType, type)):
@@ -315,6 +318,6 @@ def _is_pythons(module: str) -> bool:
 
 
 def _file_of(function: Any) -> str:
-    """Return the file of a function's code; for a function without code, a text that is not a user's file."""
+    """Return the file of a function's code, or ``"<"``, which is no user's file, if the function has no code."""
     code = getattr(function, "__code__", None)
     return "<" if code is None else str(code.co_filename)

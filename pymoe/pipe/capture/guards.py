@@ -125,7 +125,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Return whether ``value`` is a fake tensor whose value torch knows, as it does for results of constants."""
+    """Return whether ``value`` is a fake tensor whose value torch knows, such as a result computed from constants."""
     return isinstance(value, FakeTensor) and value.constant is not None
 
 
@@ -200,7 +200,7 @@ Answers = dict[tuple[str, tuple[Any, ...]], Any]
 
 
 def ambient_answers() -> Answers:
-    """Return the present state as torch reports it. In a capture, the model's code gets that of the caller."""
+    """Return torch's state, as its functions report it now. In a capture, the model's code gets the caller's state."""
     return {(name, args): ask(name, args) for name, every in _QUESTIONS.items() for args in every}
 
 
@@ -214,17 +214,19 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 class ReadRecorder:
     """Records what the model's code reads on this thread within ``with recorder.on():``, except in :meth:`paused`.
 
-    If the model's code asks torch for its state, it gets the caller's, ``ambient``, instead of the capture's.
+    ``ambient`` is the caller's state: if the model's code asks torch for its state, it gets this instead of the state
+    that the capture has set.
     """
 
     def __init__(self, model: nn.Module, ambient: Answers) -> None:
         self.reads = Reads()
         self.on_object: Callable[[str, Any], None] = lambda name, value: None
         """Called with the qualified name and the value of an attribute when the attribute is first read."""
-        # torch.export calls methods with a stand-in for the module that shares its ``__dict__``.
+        # torch.export calls the methods of a module on a substitute object with the same ``__dict__``, so modules are
+        # identified by their ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # torch.export also replaces parameters and buffers by stand-ins without their attributes, so the real tensors
-        # are kept here.
+        # torch.export also replaces parameters and buffers by other tensors, which lack the Python attributes of the
+        # originals. So keep the originals.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
             for path, module in model.named_modules()
@@ -237,9 +239,11 @@ class ReadRecorder:
         self._is_on = False
 
     def requires_grad(self, tensor: Tensor, frame: FrameType, real: bool) -> bool:
-        """Return the value of ``tensor.requires_grad`` for code that reads it in ``frame``: for the model's code the
-        value in the caller's grad mode, and for other code ``real``, the present value. A read by the model's code is
-        recorded.
+        """Return the result of reading ``tensor.requires_grad`` in ``frame``; record the read if the model's code makes
+        it.
+
+        The model's code gets the value for the caller's grad mode. Other code gets ``real``, the value in the capture's
+        mode.
         """
         if not self.hears(frame):
             return real
@@ -261,7 +265,8 @@ class ReadRecorder:
         """Within the block, record what the model's code reads from modules, the environment, and torch's state. Raise
         CaptureError if it asks for torch's seeds or for random numbers from the operating system.
 
-        ``functions``: places where the model's code has functions under names of its own, which are redirected, too.
+        ``functions``: places outside of torch from which the model's code takes functions. The block also replaces
+        torch's functions there.
         """
         self._plain = ambient_answers()
         environment: Any = type(os.environ)
@@ -298,7 +303,7 @@ class ReadRecorder:
         return self._is_on and threading.get_ident() == self._thread
 
     def _is_model_asking(self, passed_over: tuple[str, ...] = ()) -> bool:
-        """Return whether the model's code has called the function that calls this one."""
+        """Return whether the model's code has called the caller of this function."""
         return self.hears(sys._getframe(2), passed_over)
 
     def _attribute(self) -> Callable[[nn.Module, str], Any]:
@@ -316,7 +321,7 @@ class ReadRecorder:
             if name not in _MODULES_OWN and self._hears():
                 self._note(module, name)
             elif name == "__dict__" and self._is_model_asking():
-                for each in list(value):  # vars(self)
+                for each in list(value):  # such as vars(self)
                     if each not in _MODULES_OWN:
                         self._note(module, each)
             return value
@@ -369,7 +374,8 @@ class ReadRecorder:
             if not self._is_model_asking():
                 return real
             key = name, (*args, *kwargs.values())
-            if key not in self._ambient or real != self._plain[key]:  # set by a block that the model opened
+            # An answer that differs from that of the capture's own state was set by a block in the model: keep it.
+            if key not in self._ambient or real != self._plain[key]:
                 return real
             self.reads.ambient[key] = self._ambient[key]
             return self._ambient[key]
@@ -439,15 +445,16 @@ class Guards:
         self._answers = {about: question() for about, question in questions.items()}
         self._dtypes = self._dtypes_now()
         self._sharing = self._sharing_now()
-        self._is_shared_alike: bool | None = True  # None: unknown, because a tensor was replaced
+        self._is_shared_alike: bool | None = True  # None: to be determined again, as a tensor was replaced
         self._expected: _Expected | None = self._expect(questions, snapshots)
 
     def broken(self, leaves: Sequence[Any] | None = None) -> str | None:
-        """Describe something that has changed since the capture; return None if nothing has. ``leaves``: the leaves of
-        a call, to be checked as well.
+        """Return a description of something that has changed since the capture, or None if nothing has.
+
+        ``leaves``: the leaves of a call, to be checked as well.
         """
         if self._expected is None:
-            places = self._places()  # this is a copy: read the copied model's values
+            places = self._places()  # this is a copy of the guards, so read the values of the copied model
             kept = [self._tokens.get(about) or [] for about in places]
             snapshots = Snapshots(list(places.values()), self._own(), kept)
             self._expected = self._expect(self._questions(), snapshots)
@@ -465,7 +472,7 @@ class Guards:
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
-            if len(dictionary) != size:  # hasattr() would now return something else
+            if len(dictionary) != size:  # an added or removed name changes hasattr()
                 return "a parameter or buffer"
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
@@ -491,13 +498,16 @@ class Guards:
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """Return the model's floating-point dtype at the capture and now; None unless it had and has exactly one."""
+        """Return the model's floating-point dtype at the capture and now; None if it was or is not the only one."""
         both = self._dtypes, self._dtypes_now()
         before, now = ({dtype for dtype in dtypes if dtype and dtype.is_floating_point} for dtypes in both)
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without values that cannot be copied: lacking one, the copy captures anew."""
+        """Return the state for a copy.
+
+        Tokens that cannot be pickled are left out; a copy that lacks tokens captures the model again.
+        """
         kept = {
             about: None if about[1] is Tensor or not (isinstance(about[1], str) or _can_be_copied(tokens)) else tokens
             for about, tokens in self._tokens.items()
@@ -508,7 +518,7 @@ class Guards:
         return frozenset(map(id, self._model.modules()))
 
     def _places(self) -> dict[_About, Place]:
-        """Return the places of all values that the code may have read, by the subject of the assumption about them."""
+        """Return the places of all values that the code may have read; the keys are explained at ``_About``."""
         found: dict[_About, Place] = {}
         values = []
 
@@ -557,7 +567,7 @@ class Guards:
         )
 
     def _questions(self) -> dict[_About, Callable[[], Any]]:
-        """Return functions that read the other state that must not change, by the subject of the assumption."""
+        """Return functions that read the rest of the state to be checked; the keys are explained at ``_About``."""
         found: dict[_About, Callable[[], Any]] = {
             ("the mode of a module", None): lambda: [module.training for module in self._modules.values()],
             ("the class of a module", None): self._classes_now,
@@ -596,7 +606,7 @@ class Guards:
 
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
-        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names: some classes cannot be copied
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names, as some classes cannot be pickled
 
     def _sharing_now(self) -> list[int | None]:
         """Return, for each parameter and buffer in order, the index of the first one that is the same tensor."""

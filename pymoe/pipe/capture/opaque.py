@@ -53,9 +53,10 @@ COMPUTED_TYPES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OpaqueCall:
-    """The target of a node for an opaque call, here of an autograd Function. It takes the computed leaves of the
-    arguments, and returns a list of the computed leaves of the result. Leaves that are neither tensors nor sizes are
-    constants of the call.
+    """The target of a node that calls an autograd Function or, in a subclass, a module.
+
+    It takes the computed leaves of the arguments, and returns a list of the computed leaves of the result. Leaves that
+    are neither tensors nor sizes are constants of the call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -97,7 +98,7 @@ class OpaqueCall:
 
 
 class Computed:
-    """Stands for a leaf that the graph computes."""
+    """Marks a leaf that the graph computes, in a list in which the other leaves are constants."""
 
 
 class OpaqueModule(OpaqueCall):
@@ -114,28 +115,28 @@ _running = threading.local()
 
 
 def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
-    """Refuse stage boundaries in the block, in which an opaque call runs outside of the graph."""
+    """Refuse stage boundaries in the block. An opaque call runs there, outside of the graph, so they would be lost."""
     replacements: list[tuple[Any, str, Any]] = [(_running, "path", path)]
     if "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split"):
-        replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # torch's own pipe_split() calls it
+        replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # called by torch's pipe_split()
     return patched(*replacements)
 
 
 def refuse_boundary() -> None:
-    """Raise BoundaryInside within an opaque call, because the boundary would be lost."""
+    """Raise BoundaryInside if an opaque call is running, in which a boundary would be lost."""
     if (path := getattr(_running, "path", None)) is not None:
         raise BoundaryInside(path)
 
 
 class RealModule:
-    """A module, and the parameters and buffers that it has when this object is made, not those that replace them."""
+    """Keeps a module together with the parameters and buffers that it has when this object is made."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
 
     def copy(self) -> nn.Module:
-        """Return a copy of the module with copies of these parameters and buffers."""
+        """Return a copy of the module with copies of the kept parameters and buffers."""
         with attributes_restored(self.module):
             for part, parameters, buffers in self._tensors:
                 part.__dict__["_compiled_call_impl"] = None
@@ -146,7 +147,7 @@ class RealModule:
 
 
 def without_boundaries(module: nn.Module) -> None:
-    """Remove the stage boundaries from a module's hooks; callers run them elsewhere, and restore the hooks."""
+    """Remove the stage boundaries from a module's hooks; the caller runs them elsewhere and restores the hooks."""
     for kind in FORWARD_HOOKS:
         hooks = module.__dict__[kind]
         module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not is_boundary(hook))
@@ -157,7 +158,7 @@ Opaque = Iterable[type[nn.Module] | str]
 
 
 def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
-    """Return whether the module at ``path`` is opaque for other reasons than forward hooks and changed attributes."""
+    """Return whether the module at ``path`` is opaque for a reason other than forward hooks or changed attributes."""
     return is_within(path, choose_opaque(model, opaque, opened={name for name, _ in model.named_modules()}, closed=()))
 
 
@@ -221,11 +222,11 @@ def infer_by_running(
 ) -> Any:
     """Return the fake result of ``function`` for fake arguments, inferred from results for real arguments of two sizes.
 
-    Every dimension of the results must be constant, a free dimension of the arguments, a product of two of these, or a
-    multiple or fraction of one or of such a product.
+    Every dimension of the results must be a constant, a free dimension of the arguments, a product of two free
+    dimensions, or a multiple or fraction of a free dimension or of such a product.
 
     Raises:
-        CaptureError: a dimension is something else.
+        CaptureError: a dimension of the results has another form.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     sizes = list({size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}.values())
@@ -379,7 +380,7 @@ contain the operators themselves.
 
 
 class OpaqueCalls:
-    """The opaque calls on this thread. Each adds a node with ``OPAQUE_CALL``, and runs within ``outside()``."""
+    """The opaque calls on this thread. Each adds a node to the graph and runs within ``outside()``."""
 
     def __init__(self, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         self.calls: list[OpaqueCall] = []
@@ -391,13 +392,14 @@ class OpaqueCalls:
 
     @contextmanager
     def intercepted(self, modules: Mapping[str, RealModule]) -> Iterator[None]:
-        """Intercept calls within the block, which must be within :func:`attributes_restored` of these modules."""
+        """Intercept calls of ``modules`` and autograd Functions in the block; use it in :func:`attributes_restored`."""
         for path, module in modules.items():
             module.module.__dict__["_compiled_call_impl"] = self._module_call(path, module)
         segments = torch.utils.checkpoint.CheckpointFunction
         apply = segments.apply
 
-        def call_segment(segment: _Call, preserve: bool, *values: Any) -> Any:  # its operators become part of the graph
+        # Call segments of checkpoints directly, so that the graph contains their operators.
+        def call_segment(segment: _Call, preserve: bool, *values: Any) -> Any:
             return segment(*values) if self._is_on() else apply(segment, preserve, *values)
 
         def record(function: Any, apply: _Call, args: tuple[Any, ...]) -> Any:
@@ -428,7 +430,7 @@ class OpaqueCalls:
             # Stage boundaries among the hooks run outside of the opaque call, in which they would be lost.
             for hook in [hook for hook in module._forward_pre_hooks.values() if is_boundary(hook)]:
                 hook()
-            # Recurrent layers run on real tensors, because fake ones lose their free sizes there.
+            # Recurrent layers run on real tensors: with fake tensors, sizes that should be free would become constants.
             through = None if isinstance(module, nn.RNNBase) else run
             result = self._record(OpaqueModule(path, module), through, real.copy, args, kwargs)
             for hook in [hook for hook in module._forward_hooks.values() if is_boundary(hook)]:
@@ -438,8 +440,8 @@ class OpaqueCalls:
         return call
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
-        """Add a node for the call, and return its fake result as the node's value. The result comes from ``run`` with
-        fake arguments; without ``run``, or if that fails, from ``real()`` with real arguments.
+        """Add a node for the call, and return the call's fake result, which becomes the value of the node. It comes
+        from ``run`` with fake arguments; if ``run`` is None or fails, from ``real()`` with real arguments.
         """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
@@ -531,7 +533,7 @@ class _Refusing(TorchFunctionMode):
             )
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
-        # The mode with which torch.export records blocks of autocast keeps a list of the open ones.
+        # The mode with which torch.export records autocast has this list of the blocks that are open.
         modes = get_current_function_mode_stack() if func is set_grad_enabled else ()
         if any(getattr(mode, "enter_autocast_nodes", None) for mode in modes) and args[0] != torch.is_grad_enabled():
             raise CaptureError(
@@ -604,7 +606,7 @@ class FunctionCalls:
         return patched((FunctionMeta, "__getattribute__", lambda cls, name: self._attribute(cls, name)))
 
     def _attribute(self, cls: Any, name: str) -> Any:
-        """Return an attribute of the class, or a replacement if ``apply`` reads it in a call to be redirected."""
+        """Return an attribute of the class, or a replacement if ``apply`` reads it in a call that is redirected."""
         value = type.__getattribute__(cls, name)
         if name not in ("_backward_cls", "forward", "setup_context") or not self._is_asked(cls):
             return value
@@ -646,7 +648,7 @@ def _describe(context: Any, inputs: tuple[Any, ...], result: Any) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Within the block, set the grad mode without recording this in the graph: it undoes the change by ``apply``."""
+    """Within the block, undo the change of the grad mode by ``apply``, without recording this in the graph."""
     before = torch.is_grad_enabled()
     with DisableTorchFunction():
         set_grad_enabled(enabled)
@@ -683,7 +685,7 @@ def _functions_are_heard() -> canaries.Exercises:
     leaf = torch.ones(1, dtype=torch.float64, device="cpu", requires_grad=True)
     found = []
     for kind in (_OfOneContext, _OfSetup):
-        bound = kind.apply  # a name bound before the interception
+        bound = kind.apply  # a name that is bound before the interception begins
         heard: list[Any] = []
 
         def instead(cls: type, apply: Any, args: Any, heard: list[Any] = heard) -> Any:

@@ -66,14 +66,14 @@ class _Contents(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is an array of plain numbers, with at least one dimension: of Python or of numpy."""
+    """Return whether a value is a ``bytearray``, an ``array.array``, or a numpy array of numbers with a dimension."""
     if isinstance(value, (bytearray, array.array)):
         return True
     return is_numpy_array(value) and value.ndim > 0 and not value.dtype.hasobject
 
 
 class Changes(list[str]):
-    """Remembers containers; a list to which :meth:`restore` adds the names of the values that have changed."""
+    """Copies of containers' contents, to undo later changes; :meth:`restore` appends the names of changed values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,9 +117,11 @@ class Changes(list[str]):
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[Changes]:
-    """After the block, restore the attributes of all modules of ``model``: the same objects and, at any depth, the
-    earlier contents of lists, deques, dicts, sets, arrays and objects of the user's classes. Changes inside tensors and
-    other objects stay. The names of what has changed are then in the list that the block got.
+    """Yield a list, and after the block restore the attributes of all modules of ``model``.
+
+    The attributes refer to the same objects again, and lists, deques, dicts, sets, arrays and objects of the user's
+    classes have their earlier contents again, at any depth. Changes inside tensors and other objects stay. When the
+    block ends, the names of the values that have changed are added to the list.
     """
     changes = Changes()
     for path, module in model.named_modules():
@@ -153,7 +155,7 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
                 delattr(owner, name)
 
 
-# Comparison with the values of an earlier time.
+# Comparison of values with earlier ones.
 
 _MAX_VALUES = 1_000_000
 
@@ -193,10 +195,10 @@ def freeze(
 ) -> Tokens:
     """Return the tokens of a value and of everything in it, at any depth. Equal tokens mean equal values.
 
-    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. Values that may change are
-    added to ``watch``. ``names`` contains the name of the value, and gets the names of the others, in the order of the
-    tokens. Raises Unwatchable if the value contains more than a million others or, with ``is_strict``, if it or a value
-    in its containers is of a class that hides its state.
+    ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. ``watch``: gets the values
+    that may change. ``names``: a list with the name of the value; the names of the values in it are appended, in the
+    order of the tokens. Raises Unwatchable if the value contains more than a million others or, with ``is_strict``, if
+    it or a value in its containers is of a class that hides its state.
     """
     tokens: Tokens = []
     seen: dict[int, int] = {}
@@ -248,7 +250,7 @@ def freeze(
 
 def _scalar(value: Any) -> tuple[Any, ...]:
     if isinstance(value, float):
-        return type(value), "nan" if math.isnan(value) else float(value).hex()  # all NaN are equal, the zeros differ
+        return type(value), "nan" if math.isnan(value) else float(value).hex()  # NaN all equal, 0.0 != -0.0
     if isinstance(value, complex):
         return type(value), _scalar(value.real), _scalar(value.imag)
     if isinstance(value, slice):
@@ -261,14 +263,20 @@ def _name(names: list[str] | None, number: int) -> str:
 
 
 def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> None:
-    """Add the names of a value's contents. A name that ends with a dot is that of a dictionary of attributes."""
+    """Append to ``names`` the names of the ``count`` contents of the value ``name``.
+
+    A name that ends with a dot is the name of an object's dictionary of attributes.
+    """
     if name.endswith("."):
         suffixes = [suffix.strip("[]'\"") for suffix in suffixes]
     names += [name + suffix for suffix in suffixes] + [name] * (count - len(suffixes))
 
 
 def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None:
-    """Return the name of ``wanted`` within the value that ``get`` returns, named ``name``; None if it is not there."""
+    """Return the name of ``wanted`` within a value, or None if the value does not contain it.
+
+    ``name`` is the name of the value; ``get`` takes a default and returns the value, or the default if there is none.
+    """
     names = [name]
     tokens = freeze(get(MISSING), names=names)
     where = (number for number, token in enumerate(tokens) if isinstance(token[0], Same) and token[0].value is wanted)
@@ -276,13 +284,13 @@ def name_within(name: str, get: Callable[[Any], Any], wanted: Any) -> str | None
 
 
 class Watch:
-    """Notices quickly that values may have changed, because they no longer contain the same objects."""
+    """Detects cheaply that watched values may have changed, by comparing the identities of the objects in them."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[Any, Any, list[Any], Any, Any]] = {}
 
     def add(self, value: Any, holder: Holder, held: list[Any], state: Any) -> None:
-        """Watch ``value``, in which ``holder`` has read the contents ``held`` and ``state``."""
+        """Watch ``value``. ``held`` and ``state`` are the contents and the state that ``holder`` has read from it."""
         if holder.is_fixed:
             return
         if holder.glance is not None:
@@ -312,7 +320,8 @@ format string for messages, which takes the name of the value or of something in
 
 
 class Snapshots:
-    """Keeps the present values of several places, with everything in them, or the values described by ``tokens``.
+    """Snapshots of the values at several places, at any depth. ``tokens``: the tokens of earlier values, to be used
+    instead of the present values.
 
     Raises:
         CaptureError: with ``is_strict``, if later changes of a value could not be noticed.
@@ -340,11 +349,11 @@ class Snapshots:
 
     @property
     def tokens(self) -> list[Tokens]:
-        """Return the tokens of the kept values, in the order of the places."""
+        """Return the tokens of the snapshots, in the order of the places."""
         return [entry[4] for entry in self._now]
 
     def change(self) -> str | None:
-        """Return the words for a value that has changed since the snapshots were made; None if none has changed."""
+        """Return a description of a value that has changed since the snapshots were made; None if none has changed."""
         for entry in self._now:
             if entry[1](MISSING) is not entry[3] and (name := self._look_into(entry, self._watch)) is not None:
                 return name

@@ -1,5 +1,7 @@
-"""A captured model as the stages of a pipeline, captured and split again for every mode; and the modules of its stages,
-which contain graphs and, under the names that they have in the model, the model's own parameters and buffers.
+"""The stages of a captured model. The model is captured and split again for every mode.
+
+The module of a stage contains graphs, and the model's own parameters and buffers under the names that they have in the
+model.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class TracedModel(StagedModel):
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
         self._changes = 0  # how often the model was captured again, not counting changes of modes
-        self._uses: list[dict[str, None]] = []  # by stage: the names that it uses in any capture
+        self._uses: list[dict[str, None]] = []  # per stage: the names of the state that it uses in any capture
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
         self._is_chosen = False  # true between micro_batches() and the read of the pipeline
@@ -78,8 +80,9 @@ class TracedModel(StagedModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """Return the pipeline of the present model. The first read after :meth:`micro_batches` returns the pipeline for
-        which the micro-batches were made.
+        """Return the pipeline of the capture that is valid now; capture the model again if none is valid.
+
+        The first read after :meth:`micro_batches` returns the pipeline for which the micro-batches were made.
         """
         is_chosen, self._is_chosen = self._is_chosen, False
         return self._now.pipeline if is_chosen else self._choose().pipeline
@@ -124,7 +127,7 @@ class TracedModel(StagedModel):
                 self._choose_another(leaves)
                 self.present_parts()
         if self._now.structure is not self._structure:
-            with self._one_at_a_time:  # new stages run the present modules
+            with self._one_at_a_time:  # build stages that run the modules that the model has now
                 now = self._now
                 pipeline = replace(now.pipeline, stages=self._stages(now.number, now.pipeline.stages))
                 made = replace(now, pipeline=pipeline, structure=self._structure)
@@ -138,7 +141,7 @@ class TracedModel(StagedModel):
         return self.parts
 
     def _stages(self, number: int, cut: Sequence[Stage | StageGraph]) -> tuple[Stage, ...]:
-        """Return the stages of capture ``number``: the present modules, with inputs and outputs as in ``cut``."""
+        """Return the stages of capture ``number``, which run ``parts``, with inputs and outputs as in ``cut``."""
         functions = [partial(part.run, number) for part in self.parts]
         return self.stages_of(functions, [stage.inputs for stage in cut], [stage.outputs for stage in cut])
 
@@ -158,7 +161,7 @@ class TracedModel(StagedModel):
         self._now = found
 
     def _in_present_precision(self) -> list[Any]:
-        """Return the leaves of the present capture's example, in the model's present precision."""
+        """Return the leaves of the current capture's example, with the dtype that the model has now."""
         leaves, change = self._now.arguments.examples, self._now.guards.precision_change()
         if change is None:
             return leaves
@@ -166,7 +169,7 @@ class TracedModel(StagedModel):
         return [x._replace(dtype=now) if isinstance(x, Like) and x.dtype == before else x for x in leaves]
 
     def _warn_of(self, change: str) -> None:
-        """Count captures after changes other than modes; warn at the 8th, 16th, 32nd and so on."""
+        """Count the captures that were caused by changes other than of modes; warn at the 8th, 16th, 32nd and so on."""
         if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
@@ -235,7 +238,7 @@ class TracedModel(StagedModel):
             leaf = find_loss(self.loss_spec, captured.out_spec)
         except ValueError:
             if self._variants:
-                return None  # None, because many models return a loss only in training
+                return None  # not an error, as many models return a loss only in training
             raise
         if made.leaves[leaf] is not Computed:
             raise ValueError(f"output_loss_value_spec: expected a tensor as the loss, got {made.leaves[leaf]!r}")
@@ -289,7 +292,7 @@ class Trace:
         module = marked(module, spec) if spec else module
         captured = capture(module, args, kwargs, dynamic_shapes=self.dynamic_shapes, opaque=self.opaque)
         split_regions(captured.graph.graph)
-        if spec:  # a split point at a module that is never called would make no boundary
+        if spec:  # Refuse modules that are never called: a split point there would make no boundary.
             stacks = [node.meta.get("nn_module_stack", {}) for node in all_nodes(captured.graph.graph)]
             called = {path for stack in stacks for path, _ in stack.values()}
             for name in spec:
@@ -329,7 +332,11 @@ class Trace:
 
 
 def _keys(nodes: Sequence[fx.Node]) -> list[Key]:
-    """Return keys that find the nodes in other captures: module, operator, and how many earlier nodes have both."""
+    """Return keys by which the nodes can be found in other captures.
+
+    A key consists of the node's module, its operator, and the number of earlier nodes with the same module and
+    operator.
+    """
     seen: Counter[tuple[str, str]] = Counter()
     keys = []
     for node in nodes:
@@ -355,8 +362,8 @@ def _boundaries(graph: fx.Graph) -> list[list[Key]]:
 
 # The modules of stages.
 
-# These two are classes, not plain tuples, because the walk over what a stage holds
-# (:mod:`pymoe.pipe.execution.held_values`) does not follow objects of pymoe: all stages would seem to share the model.
+# _Taken and _Made are classes because the search for the state of a stage (:mod:`pymoe.pipe.execution.held_values`)
+# skips objects of pymoe's classes, but not plain tuples: through tuples, it would reach the whole model.
 
 
 class _Taken(NamedTuple):
@@ -378,9 +385,9 @@ class _Made(NamedTuple):
 class StageModule(nn.Module):
     """A stage of a traced model. It takes and returns boundary values, by position.
 
-    It has a graph for every capture of the model. Modules that only this stage needs, or that it needs as a whole, are
-    the model's own. Other modules of the model are represented by new modules with only the parts that this stage uses.
-    The keys of ``state_dict`` are the model's. ``compile()`` compiles the stage in place.
+    It has one graph for every capture of the model. Modules that only this stage needs, or that it needs as a whole,
+    are the model's own. Other modules of the model are represented by new modules with only the parts that this stage
+    uses. The keys of ``state_dict`` are those of the model. ``compile()`` compiles the stage in place.
     """
 
     def __init__(self, number: int) -> None:
@@ -389,12 +396,15 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # run() takes the model's present ones
+        self._shared: list[_Taken] = []  # run() replaces them by the model's present parameters and buffers
         self.made: list[_Made] = []
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
-        """Return the stage's outputs. ``variant``: the number of the graph; None: the latest of the present mode."""
+        """Return the stage's outputs, computed by graph number ``variant``.
+
+        ``variant`` None: the latest graph that was captured in the present mode (training or evaluation).
+        """
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]
             variant = modes[-1] if modes else -1
@@ -423,7 +433,7 @@ class StageModule(nn.Module):
         return str(self._graphs[variant].print_readable(print_output=False))
 
     def run(self, variant: int, *values: Any) -> Sequence[Any]:
-        """Run the graph ``variant`` with the parameters and buffers that the model has now."""
+        """Run graph number ``variant`` with the parameters and buffers that the model has now."""
         for where, kind, name, owner in self._shared:
             where.__dict__[kind][name] = owner.__dict__[kind][name]
         outputs: Sequence[Any] = self(*values, variant=variant)
@@ -436,7 +446,7 @@ class StageModule(nn.Module):
         users: Mapping[int, set[StageModule]],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Replace this stage's state by what ``paths`` name in the model, and ``constants``.
+        """Replace this stage's state by ``constants`` and the parts of ``model`` that ``paths`` names.
 
         ``users``: the stages that use each tensor, by its id.
         """
@@ -452,7 +462,7 @@ class StageModule(nn.Module):
                 if name in original._non_persistent_buffers_set:
                     where._non_persistent_buffers_set.add(name)
                 self._shared.append(_Taken(where, kind, name, original))
-            for name, child in original._modules.items():  # in the model's order
+            for name, child in original._modules.items():  # in the order of the model's modules
                 if name not in below or child is None:
                     continue
                 uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
@@ -473,7 +483,7 @@ class StageModule(nn.Module):
         hold(self, model, paths)
 
     def update_model(self) -> None:
-        """Give the model the parameters and buffers that this stage has now, after a move to another device."""
+        """Replace the model's parameters and buffers by those of this stage, which was moved to another device."""
         for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
@@ -500,7 +510,7 @@ def populate(
     constants: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
     """Replace the state of every stage by its constants and the parts of the model that ``names`` lists for it."""
-    users: dict[int, set[StageModule]] = {}  # stages, keyed by the ids of parameters and buffers
+    users: dict[int, set[StageModule]] = {}  # the stages that use each tensor, by its id
     for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
             owner, _, last = name.rpartition(".")
@@ -530,7 +540,7 @@ def _own(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 class _NodeRef(int):
-    """Stands for a node among the arguments of another node: the number of the former in the graph."""
+    """A node's number in the graph; represents this node among the arguments of other nodes."""
 
 
 class _OperatorName(str):

@@ -26,7 +26,7 @@ from pymoe.pipe.traced.split_points import is_marker, mark
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:
-    """The part of a graph that is a stage."""
+    """The graph of one stage, with its inputs and outputs."""
 
     graph: fx.Graph
     """A graph with a placeholder for each of ``inputs``, which returns a list of ``outputs`` values."""
@@ -50,13 +50,12 @@ class Partition:
 def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None] = ()) -> Partition:
     """Partition a captured graph at its markers.
 
-    Every value comes straight from the stage that computes it or, if it is changed in place, from the last stage that
-    changes it. A stage computes sizes from tensors that it has anyway. ``devices``: for every stage, the device of the
-    tensors that it creates; None, or an empty sequence: the device of the capture.
+    A stage gets every value directly from the stage that computes it or, if the value is changed in place, from the
+    last stage that changes it. A stage computes sizes from tensors that it has anyway. ``devices``: for every stage,
+    the device of the tensors that it creates; None, or an empty sequence: the device of the capture.
 
     Raises:
-        ValueError: some of the stages that use a buffer change it, but these are neither all of them nor only the
-            first.
+        ValueError: some of the stages that use a buffer change it, but not all of them, and not only the first one.
     """
     return _Partitioner(graph, state, devices).partition()
 
@@ -84,7 +83,7 @@ class _Partitioner:
         return Partition(tuple(builder.finish() for builder in self._builders), tuple(outputs), tuple(leaves))
 
     def home(self, node: fx.Node, stage: int) -> int:
-        """Return the stage from which ``stage`` gets this value: ``stage`` itself, an earlier one, or ``INPUT``."""
+        """Return the stage that gives ``stage`` the node's value: ``stage`` itself, an earlier stage, or ``INPUT``."""
         if node.op == "get_attr":
             first = self._transmitted.get(node)
             return min(stage, self._count - 1) if first is None or first >= stage else first
@@ -97,7 +96,7 @@ class _Partitioner:
         return max(changed, default=made)
 
     def source(self, node: fx.Node, stage: int) -> Source:
-        """Return the source from which ``stage`` gets this value; make its stage return the value if necessary."""
+        """Return the source of the node's value for ``stage``; make the source's stage return the value if needed."""
         home = self.home(node, stage)
         return Source(INPUT, self._inputs[node]) if home == INPUT else self._builders[home].give(node)
 
@@ -129,7 +128,7 @@ class _StageBuilder:
         return self._add(node, self._graph.create_node(node.op, node.target, args, kwargs, node.name))
 
     def give(self, node: fx.Node) -> Source:
-        """Make a value an output of this stage, and return the source from which other stages get it."""
+        """Make the value of ``node`` an output of this stage, and return the source from which other stages get it."""
         if node not in self._given:
             self._local(node)
             self._given[node] = len(self._given)
@@ -140,8 +139,9 @@ class _StageBuilder:
         for node in self._given:
             local = self.copies[node]
             aliases = self._partitioner.aliases
-            if aliases.base(node).op == "get_attr" and aliases.writers(node):  # a buffer that stages change
-                # Other stages get the buffer's present contents, not its contents in the next micro-batch.
+            # Stages change this buffer in place. Send its present contents, not what it contains in the next
+            # micro-batch.
+            if aliases.base(node).op == "get_attr" and aliases.writers(node):
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
         self._graph.output(given)
@@ -154,7 +154,7 @@ class _StageBuilder:
         return made
 
     def _local(self, node: fx.Node) -> fx.Node:
-        """Return the node of this stage's graph with the value of ``node``; add it if there is none yet."""
+        """Return the node of this stage's graph that has the value of ``node``; add such a node if there is none."""
         if node in self.copies:
             return self.copies[node]
         is_home = self._partitioner.home(node, self._number) == self._number
@@ -190,7 +190,10 @@ class _StageBuilder:
         return self._graph.create_node(node.op, node.target, args, node.kwargs, node.name)
 
     def _same_size(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """Return an input of this stage and the dimension of it that has this size in the capture; None if none has."""
+        """Return an input of this stage and one of its dimensions whose size in the capture is the value of ``node``.
+
+        Return None if there is no such dimension.
+        """
         wanted = node.meta["val"]
         if not isinstance(wanted, torch.SymInt):
             return None
@@ -203,7 +206,7 @@ class _StageBuilder:
 
 
 def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the stage of every call in the graph except for markers, from 0 up.
+    """Return the stage number (from 0 up) of every call node of the graph, except for markers.
 
     Markers end stages. Adjacent markers count as one, so no stage is empty.
     """
@@ -294,7 +297,7 @@ def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
         if segment:
             _insert_region(graph, node, region, segment, outside)
     results: Any = block.output_node().args[0]
-    for user in list(node.users):  # each of these nodes takes one of the results
+    for user in list(node.users):  # each user is a getitem of the list of results
         result = results[user.args[1]]
         user.replace_all_uses_with(outside[result])
         graph.erase_node(user)
@@ -326,7 +329,7 @@ def _insert_region(
 
 
 def _segments(block: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield a list of the nodes before the first marker, between markers, and after the last; lists may be empty."""
+    """Yield the nodes of a block in lists that are separated by its markers. A list may be empty."""
     segment: list[fx.Node] = []
     for node in block.nodes:
         if is_marker(node):
@@ -344,7 +347,8 @@ class ModuleCall:
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
-        self._call = copy.copy(call)  # converts leaves to arguments, except for the module
+        # Used to convert leaves to arguments; it must not refer to the module, which is one of the arguments.
+        self._call = copy.copy(call)
         self._call.function = self._call.module = None  # type: ignore[assignment]
 
     def __call__(self, module: nn.Module, *computed: Any) -> list[Any]:
@@ -374,7 +378,10 @@ def _give(node: fx.Node, module: fx.Node) -> None:
 
 
 def _convert(node: fx.Node) -> list[str]:
-    """Make the node take its opaque modules as arguments (first in a call, last in a region); return their names."""
+    """Make the node take its opaque modules as arguments, and return their names.
+
+    They are the first arguments of a call, and the last ones of a region.
+    """
     target = node.target
     if isinstance(target, OpaqueModule):
         node.target = ModuleCall(target)
@@ -430,11 +437,11 @@ class SharedState:
     replicated."""
 
     def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
-        """Return the parameters and buffers whose values are transmitted between stages, and the stage that sends each.
+        """Return the parameters and buffers whose values are transmitted between stages, each with the stage that sends
+        it.
 
         Raises:
-            ValueError: some of the stages that use a buffer change it, but these are neither all of them nor only the
-                first.
+            ValueError: some of the stages that use a buffer change it, but not all of them, and not only the first one.
         """
         found = {}
         default = MultiUseParameterConfig.TRANSMIT if self.apart else MultiUseParameterConfig.REPLICATE
@@ -453,7 +460,7 @@ class SharedState:
 
 
 def by_first_name(spec: Spec, model: nn.Module) -> Spec:
-    """Return the specification with the names in captured graphs, which use the first name of a shared parameter.
+    """Return ``spec`` with each parameter named as in captured graphs, which use the first name of a shared parameter.
 
     Raises:
         TypeError: ``spec`` is neither a configuration nor a mapping to configurations.
@@ -500,7 +507,7 @@ class Aliases:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._bases: dict[fx.Node, fx.Node] = {}
-        self._writers: dict[fx.Node, list[fx.Node]] = {}  # nodes that write, by base
+        self._writers: dict[fx.Node, list[fx.Node]] = {}  # by base: the nodes that write to its memory
         for node in graph.nodes:
             if (viewed := _viewed(node)) is not None:
                 self._bases[node] = self.base(viewed)
@@ -512,7 +519,7 @@ class Aliases:
         return self._bases.get(node, node)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that change the node's tensor, in order."""
+        """Return the nodes that change the tensor of ``node`` in place, in order."""
         return self._writers.get(self.base(node), [])
 
 
@@ -548,9 +555,9 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument with which output ``number`` of a region shares memory, or the region if it has its own.
+    """Return the argument of a region that shares memory with its output ``number``, or the region if there is none.
 
-    For a node that is no region, return the node.
+    Return None if this argument is not a node, and ``node`` itself if it is not a region.
     """
     if not isinstance(node.target, Region):
         return node

@@ -68,8 +68,8 @@ def split_by_flops(stages: int) -> Policy:
 
 @dataclass(frozen=True)
 class Policy:
-    """Splits a graph where the fewest values cross the boundaries, on condition that the most expensive stage costs at
-    most a tenth more than necessary.
+    """Splits a graph into stages so that as few values as possible cross the boundaries, while the most expensive stage
+    costs at most 10 % more than necessary.
 
     Raises:
         ValueError: there are more stages than operators, or fewer than one.
@@ -93,7 +93,8 @@ class Policy:
 def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list[float]:
     """Return the costs of ``nodes``; all 1 if all costs are 0.
 
-    The cost of another node of the graph is added to that of the last of ``nodes`` before it, or of the first of them.
+    Costs of nodes that are not in ``nodes`` are included: each is added to the cost of the nearest earlier node of
+    ``nodes``, or to the first cost if there is none.
     """
     places = {node: place for place, node in enumerate(nodes)}
     row, place = [0.0] * len(nodes), 0
@@ -104,7 +105,8 @@ def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list
 
 
 def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
-    """Return, for every node, the number of tensors that earlier nodes make and that this node or later ones use.
+    """Return, for every node of ``nodes``, the number of tensors made by earlier nodes that this node or a later one
+    uses.
 
     Inputs do not count, because every stage gets them directly.
     """
@@ -159,7 +161,7 @@ def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
 
 
 def _parameters(graph: fx.GraphModule) -> Costs:
-    """Return, for every node, the number of elements in the parameters that no earlier node uses."""
+    """Return, for every node, the number of elements in the parameters that this node is the first to use."""
     seen: set[int] = set()
     costs: Costs = {}
     for node in graph.graph.nodes:
@@ -177,7 +179,7 @@ def _parameters(graph: fx.GraphModule) -> Costs:
 
 
 def _flops(graph: fx.GraphModule) -> Costs:
-    """Count the floating point operations of every node's products, convolutions and attention, on fake tensors."""
+    """Return the number of floating point operations of every node's products, convolutions and attention."""
     counting = _NodeFlops(graph)
     with FakeTensorMode(allow_non_fake_inputs=True):
         counting.run(*_example(graph))
@@ -239,7 +241,10 @@ class _NodeTimes(_Costing):
         sources: list[torch.Tensor] = []
 
         def apart(tensor: torch.Tensor) -> torch.Tensor:
-            """Return a copy that can be changed in place; its autograd graph begins at a leaf, added to ``sources``."""
+            """Return a copy that may be modified in place.
+
+            If ``tensor`` requires a gradient, the copy is computed from a new leaf, which is added to ``sources``.
+            """
             if not tensor.requires_grad:
                 return tensor.clone()
             sources.append(tensor.detach().requires_grad_())

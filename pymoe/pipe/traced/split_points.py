@@ -28,7 +28,8 @@ aten_pipe_split_alias = _MARKER
 SHOWN = 20
 """The maximum number of submodules that an error message names."""
 
-_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()  # marked copy by model, until captured
+# For each model that :func:`annotate_split_points` has marked: its marked copy, until the copy is captured.
+_annotated: WeakKeyDictionary[nn.Module, ref[nn.Module]] = WeakKeyDictionary()
 
 
 def pipe_split() -> None:
@@ -122,8 +123,9 @@ class PipeSplitWrapper:
 
 
 class NoSuchModule(ValueError, AttributeError):
-    """Says that a model has no submodule of a name: a ValueError, as elsewhere in pymoe, and an AttributeError, as in
-    PiPPy.
+    """Says that a model has no submodule with a given name.
+
+    It is a ValueError, as elsewhere in pymoe, and an AttributeError, as in PiPPy.
     """
 
 
@@ -191,7 +193,7 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Return a shallow copy, which shares the dictionaries of parameters and buffers but not that of children."""
+    """Return a shallow copy that shares the dictionaries of parameters and buffers, but not that of child modules."""
     if parametrize.is_parametrized(module):  # copy() would not share the dictionaries
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
@@ -202,7 +204,7 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _hook(module: nn.Module, point: SplitPoint) -> None:
-    """Add a boundary hook to ``module``, a shallow copy that still shares the dictionaries of hooks."""
+    """Add a boundary hook to ``module``, a shallow copy, without adding it to the original."""
     kind = "_forward_pre_hooks" if point is SplitPoint.BEGINNING else "_forward_hooks"
     module.__dict__[kind] = module.__dict__[kind].copy()
     if point is SplitPoint.BEGINNING:
@@ -212,8 +214,9 @@ def _hook(module: nn.Module, point: SplitPoint) -> None:
 
 
 class _Boundary:
-    """A hook that marks a boundary. On an opaque module, a capture runs it outside of the module's call, because the
-    boundary would be lost inside.
+    """A hook that marks a stage boundary.
+
+    For an opaque module, a capture runs the hook outside of the module's call, in which the boundary would be lost.
     """
 
     is_boundary = True
