@@ -1,9 +1,9 @@
 """Expert parallelism: spreads the experts of a layer over the ranks of a process group.
 
 :func:`shard` turns the layers of a model into :class:`ShardedMoE`, and experts of transformers into
-:class:`ShardedModule`. To follow a token: :meth:`ShardedMoE.forward` in :mod:`pymoe.ep.layer` ->
+:class:`ShardedModule`. The path of a token: :meth:`ShardedMoE.forward` in :mod:`pymoe.ep.layer` ->
 :mod:`pymoe.ep.dispatcher` (which rows travel) -> :mod:`pymoe.ep.exchange` (counts, then the dispatch) ->
-:class:`ShardedExperts` -> the combine, through the same files.
+:class:`ShardedExperts` -> the combine, through the same modules in the other direction.
 """
 
 from pymoe.ep.dispatcher import check_calls

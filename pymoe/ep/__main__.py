@@ -1,4 +1,4 @@
-"""``python -m pymoe.ep``: see :mod:`pymoe.ep.simulate`."""
+"""Runs the command ``python -m pymoe.ep``; see :mod:`pymoe.ep.simulate`."""
 
 import sys
 

@@ -3,7 +3,7 @@
 Every rank computes the same plan without communication, because the plan is a pure function, in integers, of the counts
 that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
 rank that computes with it, while that rank computes with its own experts; the clone's gradient is sent back once.
-So a clone pays off only for ``min_rows_to_clone`` rows or more, a number that depends on the machine.
+So a clone saves time only from a number of rows on, ``min_rows_to_clone``, which depends on the machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pymoe.ep.sharding import ExpertSharding
 
 
 def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
-    """Return the fewest rows for which sending a clone takes no more elements than sending the rows: ceil(P / (2 H)).
+    """Return the smallest number of rows for which cloning an expert sends no more elements than sending the rows.
 
-    For a clone, P parameters and P gradients are sent. A row of H elements is sent there and back, in both passes.
+    This is ceil(P / (2 H)): a clone costs P parameters and P gradients; a row costs four times H elements, to the
+    expert and back, in the forward and in the backward pass.
     """
     return max(1, -(-parameters // (2 * hidden_size)))
 
@@ -34,10 +35,10 @@ def plan_clones(
 ) -> Shares:
     """Return the shares of ranks after ranks with few rows have cloned experts of ranks with many rows.
 
-    This is greedy: while the fullest rank can give at least ``min_rows_to_clone`` rows of one expert to the emptiest
-    rank that may take another clone, it gives as many as possible without moving the rows of either rank across the
-    mean, from the expert where that number is largest. So the fullest rank never gets fuller. Ties go to the lower rank
-    and the lower expert.
+    The algorithm is greedy. In each step, the emptiest rank that may take another clone clones an expert of the fullest
+    rank: the expert of which most rows can be moved without taking either rank across the mean number of rows. The
+    algorithm stops when fewer than ``min_rows_to_clone`` rows can be moved. So the fullest rank never gets fuller. Ties
+    go to the lower rank and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
@@ -76,14 +77,14 @@ def _hosts_and_quotas(
         clones: as for :func:`plan_clones`.
         min_rows_to_clone: as for :func:`plan_clones`.
     """
-    held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]  # by expert: rows at each host
+    held = [{rank: number} for rank, number in zip(owners, rows, strict=True)]  # for each expert, rows by host
     filled = [0] * ranks
     for rank, number in zip(owners, rows, strict=True):
         filled[rank] += number
     clones_left = [clones] * ranks
     mean = -(-sum(rows) // ranks)
     while True:
-        fullest = max(range(ranks), key=filled.__getitem__)  # in a tie, max and min return the first
+        fullest = max(range(ranks), key=filled.__getitem__)  # ties: max and min return the lowest rank
         free = [rank for rank in range(ranks) if clones_left[rank] and rank != fullest]
         if not free:
             break
@@ -103,7 +104,7 @@ def _hosts_and_quotas(
 
 
 class RowPlanWithClones(RowPlan):
-    """The rows of a call with the clones that :func:`plan_clones` finds; takes the arguments of :class:`RowPlan`."""
+    """Plans the rows of a call like :class:`RowPlan`, with the clones that :func:`plan_clones` finds."""
 
     def __init__(
         self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
@@ -118,14 +119,14 @@ class RowPlanWithClones(RowPlan):
             self.weight_sends = self._weight_sends()
 
     def rows_of_ranks(self) -> list[int]:
-        """Return the number of rows that each rank computes, of its experts and of clones."""
+        """Return the number of rows that each rank computes with its own experts and with clones."""
         of_clones = [sum(rows[e][place] for rows in self._rows for e, place in clones) for clones in self._clones]
         return [own + more for own, more in zip(super().rows_of_ranks(), of_clones, strict=True)]
 
     def in_send_order(self, routing: Routing) -> Routing:
-        """Return a routing in which rows for clones come after all others, sorted by destination rank.
+        """Return a routing in which the rows for clones come after all other rows, sorted by destination rank.
 
-        The first rows for an expert go to its owner, and the next to the ranks of its clones.
+        Of the rows for an expert, the first go to its owner, the others to the ranks with its clones.
 
         Args:
             routing: the routing of the choices that this rank sends, in the order of ``sharding.send_order``.
@@ -165,9 +166,9 @@ class RowPlanWithClones(RowPlan):
             clones=sharding.clones,
             min_rows_to_clone=sharding.min_rows_to_clone,
         )
-        self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), as Shares has them
-        # For each rank its clones, in the order in which their weights arrive. A clone is a pair: the expert, and the
-        # position of the rank among the expert's hosts.
+        self._rows = divide_rows(self.kept, hosts, quotas)  # (R, E, P), like Shares.rows
+        # The clones on each rank, in the order in which their weights arrive. A clone is a pair: the expert, and the
+        # index of the rank among the expert's hosts.
         self._clones: list[list[tuple[int, int]]] = [[] for _ in range(sharding.ranks)]
         for expert in sharding.order or range(sharding.num_experts):
             for place, rank in enumerate(hosts[expert][1:], 1):
@@ -192,9 +193,8 @@ class WeightBroadcast:
 
     Args:
         sends: the experts whose weights travel.
-        own: ``w_in``, ``w_out``, ``b_in`` and ``b_out`` of this rank's experts, stacked along them, or None.
-        dtype: the dtype of the call's rows. The weights are sent in this dtype, to which autocast would cast them
-            anyway.
+        own: ``w_in``, ``w_out``, ``b_in`` and ``b_out``, stacked along this rank's experts; None for missing biases.
+        dtype: the dtype of the call's rows, in which the weights are sent. Autocast would cast them to it anyway.
     """
 
     def __init__(self, sends: WeightSends, own: Sequence[Tensor | None], dtype: torch.dtype) -> None:
@@ -206,7 +206,7 @@ class WeightBroadcast:
         (self._handle,) = start_dispatch(rows, self._exchange)
 
     def wait_with_rows(self, handle: Tensor, exchange: AllToAll, chunk: int) -> tuple[Tensor, list[Tensor | None]]:
-        """Wait for the rows of the clones and for their weights.
+        """Wait for the rows of this rank's clones and for the clones' weights.
 
         Args:
             handle: the handle of the rows.
@@ -214,7 +214,7 @@ class WeightBroadcast:
             chunk: the chunk in which the rows arrive.
 
         Returns:
-            The rows (n, H), rank by rank, and the four parameters, stacked along the clones.
+            The rows (n, H), sorted by source rank, and the four parameters, stacked along the clones.
         """
         rows, weights = _WaitRowsAndWeights.apply(handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
@@ -224,7 +224,7 @@ class WeightBroadcast:
 
 
 class _Pack(torch.autograd.Function):
-    """Copies the experts that are sent, rank by rank, into rows; a row has all parameters of one expert."""
+    """Copies the experts to send into rows, sorted by destination; each row has all parameters of an expert."""
 
     @staticmethod
     def forward(ctx: Any, sent: list[list[int]], dtype: torch.dtype, *own: Tensor) -> Tensor:
@@ -245,8 +245,8 @@ class _Pack(torch.autograd.Function):
                 gradients.append(None)
                 continue
             total = torch.zeros(shape, dtype=dtype, device=grad.device)
-            # A rank clones an expert at most once, so each call adds once per expert, and sums run in the order of
-            # ranks.
+            # One index_add for each rank: the indices in it are distinct, since a rank clones an expert at most once.
+            # So the order of the sum is the order of ranks.
             for experts, rows in zip(ctx.sent, part.split([len(experts) for experts in ctx.sent]), strict=True):
                 if experts:
                     index = torch.tensor(experts, device=grad.device)
@@ -259,8 +259,8 @@ class _Pack(torch.autograd.Function):
 class _WaitRowsAndWeights(torch.autograd.Function):
     """Waits for the clones' rows and weights in one node of the graph.
 
-    Thereby every backward pass that sends gradients of the rows also sends gradients of the weights, on all ranks,
-    including those without a clone.
+    With one node, every rank that takes part in the exchange of the rows' gradients also takes part in that of the
+    weights' gradients, even if it has no clone.
     """
 
     @staticmethod

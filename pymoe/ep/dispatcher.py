@@ -1,4 +1,4 @@
-"""Token dispatchers: they decide which rows of a call are sent and in which order, and sum the returned rows.
+"""Token dispatchers, which decide which rows of a call are sent and in which order, and sum the returned rows.
 
 - :class:`TokenDispatcher` sends a row for each choice, sorted by expert; receivers use the counts of all ranks.
 - :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with the indices of these
@@ -40,12 +40,13 @@ class TokenDispatcher:
         gate: the choice of the layer's router for this rank's tokens.
         capacity_factor: the layer's capacity factor, or None.
         ops: :mod:`pymoe.ops.raw` or :mod:`pymoe.reference`.
-        own_routing: the routing of the choices to all experts, if the layer has computed it; ``gate`` then has its
-            load.
+        own_routing: the routing of the choices to all E experts, if the layer has computed it. Then ``gate.load`` must
+            be the load of this routing.
     """
 
     weights_travel = False
-    """True if the ranks of the experts multiply outputs by the weights, and False if the rank of the tokens does."""
+    """True if the ranks of the experts multiply outputs by the weights of the choices, False if the rank of the tokens
+    does."""
     plan: RowPlan
     routing: Routing
     """The routing from tokens to rows of the send buffer."""
@@ -64,9 +65,9 @@ class TokenDispatcher:
         own_routing: Routing | None = None,
     ) -> None:
         if own_routing is None and gate.experts.is_cpu:
-            # The kernel raises for invalid choices; subclasses would use them as indices before any kernel checks them.
+            # This kernel raises for invalid experts. Without it, subclasses would use them as indices unchecked.
             own_routing = ops.build_routing(gate.experts, sharding.num_experts)
-            # Other ranks wait for as many rows as the load says, so it must be right even if a user's router made it.
+            # Do not trust the load of a user's router: other ranks wait for as many rows as the load says.
             gate = gate._replace(load=own_routing.offsets.diff())
         elif own_routing is None:
             experts_in_range("build_routing", gate.experts, sharding.num_experts, False)
@@ -77,15 +78,15 @@ class TokenDispatcher:
 
     @property
     def own_counts(self) -> Tensor:
-        """Return (n,) int32: the counts that are sent to the other ranks; the load of the gate comes first."""
+        """Return the counts that are sent to the other ranks, (n,) int32, which begin with the load of the gate."""
         return self.gate.load
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
-        """Gather rows in the order in which they are sent, and read the counts of all ranks.
+        """Gather the rows into the send buffer, in the order in which they are sent, and read the counts of all ranks.
 
         Args:
             rows_TH: (T, H), the tokens of this rank.
-            exchange: the exchange of the counts, which has begun.
+            exchange: the exchange of the counts, already begun.
 
         Returns:
             (S, H), the send buffer.
@@ -99,7 +100,7 @@ class TokenDispatcher:
             routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
-            # The order of rows does not depend on the counts of other ranks, so gather before the host reads them.
+            # The order of rows does not depend on other ranks' counts here. So gather before the host waits for them.
             rows_SH = ops.dispatch(rows_TH, routing)
             self.plan = self._make_plan(exchange)
         else:
@@ -113,7 +114,7 @@ class TokenDispatcher:
         return rows_SH
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start sending the rows of all chunks; return the handles with which the experts wait for them.
+        """Start sending the rows of all chunks; return a handle for each chunk, with which the experts wait for it.
 
         Args:
             rows_SH: (S, H), the send buffer.
@@ -124,27 +125,27 @@ class TokenDispatcher:
         return start_dispatch(rows_SH, self.dispatch)
 
     def unpack(self, y_SH: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return (T, H), for each token the sum of the rows that came back for it."""
+        """Return (T, H): for each token, the sum of its returned rows, weighted here unless ``weights_travel``."""
         y_TH: Tensor = self.ops.combine(y_SH, self.routing, None if self.weights_travel else weights_TK)
         return y_TH
 
     @property
     def loads(self) -> list[list[int]] | Tensor:
-        """Return (R, E): the number of choices of each expert by the tokens of each rank."""
+        """Return (R, E): how often the tokens of each rank chose each expert."""
         return self.plan.loads
 
     def rows_of_ranks(self) -> list[int] | None:
-        """Return (R,), the number of rows that each rank computes; None if the host has not read the counts."""
+        """Return (R,): the number of rows that each rank computes. Return None if the host does not read the counts."""
         return self.plan.rows_of_ranks()
 
     def dropped(self) -> Tensor:
-        """Return, as a scalar int32, the number of this rank's choices that were not computed."""
+        """Return the number of this rank's choices that were dropped, a scalar int32."""
         own = self.sharding.rank
         number = sum(self.plan.loads[own]) - sum(self.plan.kept[own])
         return torch.full((), number, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
-        """Return (E,) int64, the load summed over all ranks, and R times this rank's fraction of all tokens."""
+        """Return the load summed over all ranks, (E,) int64, and R times this rank's fraction of all tokens."""
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
         load = torch.tensor(self.plan.loads, dtype=torch.int64).sum(0).to(self.gate.load.device)
@@ -152,15 +153,16 @@ class TokenDispatcher:
 
     @property
     def _own_capacity(self) -> int | None:
-        """Return the maximum number of this rank's rows per expert; None if there is no capacity or the group shares
-        one.
+        """Return the maximum number of rows of this rank per expert.
+
+        Return None if there is no capacity, or if the ranks of the group share it.
         """
         if self.capacity_factor is None or self.group_has_capacity:
             return None
         return capacity(self.capacity_factor, self.gate.experts.shape[0], self.top_k, self.sharding.num_experts)
 
     def _kept_by_own_capacity(self) -> Tensor | None:
-        """Return (T, K) bool: True for choices within :attr:`_own_capacity`. Return None without such a limit."""
+        """Return (T, K) bool: True for choices within :attr:`_own_capacity`. Return None if that is None."""
         limit = self._own_capacity
         if limit is None:
             return None
@@ -175,19 +177,19 @@ class TokenDispatcher:
 class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
-    The indices alone determine what the receiving rank computes, as the router's choices do for a layer in one process:
-    the rank's n experts of a chunk are numbered from 0, and an index of n or more means no expert.
+    Only the indices tell the receiving rank which experts compute a row. They number the rank's n experts in the chunk
+    from 0; an index of n or more means no expert.
     """
 
     rows: Tensor
-    """(N, H), rank by rank."""
+    """(N, H), sorted by source rank."""
     indices: Tensor
     """(N, K) int32, the experts of each row, within the chunk."""
     weights: Tensor | None
-    """(N, K), the weights of these experts' outputs; None if each row has one expert, whose output is returned
-    unchanged."""
+    """(N, K), the weights of the experts' outputs; None if each row has at most one expert, whose output is returned
+    without a weight."""
     max_computed: int
-    """Upper bound on the number of indices that mean an expert."""
+    """Upper bound on the number of indices that are below n."""
 
 
 class IndexedDispatcher(TokenDispatcher):
@@ -199,7 +201,7 @@ class IndexedDispatcher(TokenDispatcher):
     """(chunks,): for each chunk, an upper bound on the number of rows that this rank's experts compute."""
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
-        """Start sending all chunks; return handles for the rows of each chunk, then for the weights, if they travel."""
+        """Start sending all chunks; return handles for the rows of each chunk, then for the weights, if any travel."""
         rows = rows_SH.shape[0]
         weights_SK = self.ops.dispatch(weights_TK, self.routing) if self.weights_travel else None
         self._indices = AllToAll(self.counts, rows, self.indices_SK)
@@ -211,7 +213,7 @@ class IndexedDispatcher(TokenDispatcher):
         return *super().start(rows_SH, weights_TK), *handles
 
     def wait(self, handles: tuple[Tensor, ...], chunk: int) -> IndexedRows:
-        """Wait until a chunk has arrived, and return its rows with their indices and weights."""
+        """Wait until a chunk has arrived; return its rows with their indices and weights."""
         indices = self._indices.wait(chunk)
         weights = None
         if self.weights_travel:
@@ -222,16 +224,18 @@ class IndexedDispatcher(TokenDispatcher):
 
 
 class DeduplicatingDispatcher(IndexedDispatcher):
-    """Sends a row of a token once to each rank, per chunk, of which it chose experts; takes the base class's arguments.
+    """Sends a token, in each chunk, only once to every rank that has some of its experts.
 
-    The rank of the experts sums the outputs that a token chose there, in the order of its choices; the rank of the
-    token adds up these sums. One process adds the K terms one after the other instead, so outputs and gradients of
-    inputs equal its own only to rounding. Gradients of weights and experts are bit for bit those of one process: they
-    are sums and products of the same values in the same order.
+    The arguments are those of the base class.
+
+    The rank of the experts sums the weighted outputs of a token's experts there, in the order of the choices; the rank
+    of the token adds up these sums. A single process adds the K terms one after the other instead. So outputs and
+    gradients of inputs equal those of a single process only up to rounding. Gradients of weights and experts are bit
+    for bit the same: they are sums and products of the same values in the same order.
 
     The counts end with the number of rows that go to each rank, chunk by chunk. If the group shares a capacity, rows
-    are counted before any choice is dropped, because drops depend on the counts of all ranks. Some of the rows sent may
-    then be unused.
+    are counted before any choice is dropped, because drops depend on the counts of all ranks; then some of the rows
+    that are sent may be unused.
     """
 
     weights_travel = True
@@ -280,14 +284,15 @@ class DeduplicatingDispatcher(IndexedDispatcher):
         return rows_SH
 
     def _drop(self, kept: list[int]) -> None:
-        """Drop this rank's choices of each expert e after the first ``kept[e]``."""
+        """Drop all choices of this rank's tokens for expert e except the first ``kept[e]``, for every e."""
         limit_E = torch.tensor(kept, dtype=torch.int32).to(self.gate.experts.device)
         kept_TK = _first_choices(self.gate.experts, limit_E, self.ops)
         self._to_TK = torch.where(kept_TK, self._to_TK, self.sharding.num_destinations)
 
     def _make_indices(self) -> Tensor:
-        """Return (S, K) int32: for every row, the indices of the experts that its token chose on the destination
-        rank.
+        """Return (S, K) int32: for every row, the indices of those experts of its token that the destination has.
+
+        Other choices of the token get an index that means no expert.
         """
         none = self.sharding.num_experts
         starts = self.routing.offsets
@@ -307,17 +312,16 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
 
 class PaddedDispatcher(IndexedDispatcher):
-    """Sends the same number of rows to every rank in every chunk, filled or not, so that no rank has to read the
+    """Sends the same number of rows to every rank in every chunk, filled or not, so that no host has to read the
     counts.
 
-    Rows that do not fit are dropped in the order of tokens, like rows past an expert's capacity; empty rows have no
-    index. The shapes of all tensors follow from options and from the shapes of inputs. The counts of all ranks stay on
-    the device. Differences between the calls of ranks are recorded there, and :func:`check_calls` reads the records.
-
-    Takes the arguments of the base class, and:
+    Rows are filled in the order of tokens. Choices that do not fit are dropped, like choices past an expert's capacity;
+    rows that stay empty have an index that means no expert. The shapes of all tensors follow from options and from the
+    shapes of inputs. The counts of all ranks stay on the device. Differences between the calls of ranks are recorded
+    there, and :func:`check_calls` reads the records.
 
     Args:
-        notes: the layer's records, made by :func:`device_notes`.
+        notes: the layer's records, made by :func:`device_notes`. The other arguments are those of the base class.
     """
 
     def __init__(
@@ -336,7 +340,7 @@ class PaddedDispatcher(IndexedDispatcher):
         received = [[by_rank[sharding.rank]] * sharding.ranks for by_rank in sent]
         self.counts = RowCounts(sharding, sent, received)
         self.max_computed = [sum(rows) for rows in received]
-        self._messages: Tensor  # (R, n) int32, of the count exchange
+        self._messages: Tensor  # (R, n) int32, the messages of the count exchange
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
         if self.group_has_capacity:
@@ -370,18 +374,21 @@ class PaddedDispatcher(IndexedDispatcher):
         return self._messages[:, HEADER - 1].sum(dtype=torch.int64)
 
     def _left_by_group(self) -> Tensor:
-        """Return (E,) int32: the number of this rank's choices of each expert that fit into the group's capacity."""
+        """Return (E,) int32: for each expert, the part of the group's capacity that lower ranks leave to this rank."""
         sharding = self.sharding
         assert self.capacity_factor is not None
         experts = sharding.num_experts
-        # float64, so that the result is rounded up in exactly the cases in which pymoe.ep.exchange.capacity rounds up
+        # In float64, so that ceil() gives exactly the result of pymoe.ep.exchange.capacity.
         slots = min(self.capacity_factor, experts) * (self._group_tokens() * self.top_k).double() / experts
         limit = slots.ceil().clamp(min=1).int()
         before_E = self.loads[: sharding.rank].sum(0, dtype=torch.int32)
         return (limit - before_E).clamp(min=0)
 
     def _assign_rows(self, kept_TK: Tensor | None) -> None:
-        """Give the rows for each destination to the first choices of it, with the indices of their experts."""
+        """Fill the rows for each destination with the first choices that go there, and set the indices of experts.
+
+        ``kept_TK`` (T, K) bool is False for choices that are past a capacity; None keeps all choices.
+        """
         sharding = self.sharding
         tables = sharding.tables(self.gate.experts.device)
         chosen_TK = self.gate.experts.long()
@@ -394,7 +401,7 @@ class PaddedDispatcher(IndexedDispatcher):
         )
         to = to_TK.long()
         slot_TK = torch.where(filled.slot >= 0, tables.first_row[to] + filled.slot - filled.offsets[to], -1)
-        # Choices that are left out write to an additional row, which is cut off below.
+        # Dropped choices write to an additional row, which is cut off below.
         at = torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()
         indices = slot_TK.new_full((rows + 1,), sharding.num_experts)
         indices[at] = tables.index_in_chunk[chosen_TK].reshape(-1)
@@ -406,7 +413,7 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Record the headers of the first call in which ranks disagreed, without a copy to the host."""
+        """Record the headers of this call if it is the first in which ranks disagree, without a copy to the host."""
         headers = self._messages[:, :HEADER]
         differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
         noted = self._notes["headers"]
@@ -414,7 +421,7 @@ class PaddedDispatcher(IndexedDispatcher):
 
 
 def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tensor:
-    """Return (T, K) bool: True for the first ``limit_E[e]`` choices of each expert e, in the order of tokens.
+    """Return (T, K) bool: for each expert e, True for the first ``limit_E[e]`` choices of it, in the order of tokens.
 
     Args:
         experts_TK: (T, K) int32, the chosen experts.
@@ -428,8 +435,10 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
 
 
 def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors:
-    """Return new records of a layer on ``device``: the number of rows that did not fit (``overflowed``), and the
-    ``headers`` of the first call in which ranks disagreed.
+    """Return empty records of a layer on ``device``.
+
+    They are the number of rows that did not fit (``overflowed``), and the ``headers`` of the first call in which ranks
+    disagreed.
     """
     return LocalTensors(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),
@@ -441,16 +450,17 @@ def check_calls(model: nn.Module) -> None:
     """Raise if ranks did not make the same calls of layers with ``transport="padded"`` since the last check.
 
     Such layers do not compare the ranks' calls before rows are sent, because the host would have to wait for the
-    device. Each layer records on its device the first call in which ranks disagreed about the layer, its options,
-    dtypes, or the need for gradients. This function reads the records, once for the whole model, and clears them. Call
-    it now and then, at a point where the host waits for the device anyway. It is not a collective call. Ranks that
-    disagree about sizes may wait for each other, or end in an error of the process group, before they call this.
+    device. Instead, each layer records on its device the first call in which ranks disagreed about the layer, its
+    options, dtypes, or the need for gradients. This function reads the records, once for the whole model, and clears
+    them. Call it now and then, at a point where the host waits for the device anyway. It is not collective. If ranks
+    disagree about sizes, they may wait for each other, or get an error of the process group, before they reach this
+    call.
 
     Args:
         model: any module; layers with ``transport="exact"`` have nothing to check.
 
     Raises:
-        GroupError: ranks disagreed, or one failed before it sent rows; the error describes one layer.
+        GroupError: ranks disagreed, or one failed before it sent rows. The error describes the first such layer.
     """
     layers: list[Any] = [layer for layer in model.modules() if isinstance(getattr(layer, "notes", None), LocalTensors)]
     if not layers:

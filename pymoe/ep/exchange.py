@@ -1,17 +1,17 @@
 """The exchanges of a call: first of counts, then of the rows that the counts announce.
 
-A :class:`CountExchange` tells every rank how many rows go where, and compares the calls: one all-gather of int32
-values, which the host reads once, unless rows travel in padded buffers. Messages have the same length for all
-layers of a group, so that even ranks in different layers can read each other's. If ranks disagree in a forward, all of
-them raise, because the all-to-all would hang or mix up rows. Backward passes exchange no counts, so it goes unnoticed
-if ranks run the backward passes of several calls in different orders.
+A :class:`CountExchange` tells every rank how many rows go where, and compares the calls of the ranks. It is an
+all-gather of int32 values, which the host reads once, except for padded buffers. Messages have the same length for all
+layers of a group, so that ranks can read each other's messages even if they call different layers. If ranks disagree in
+a forward, all of them raise, because the all-to-all would hang or mix up rows. Backward passes exchange no counts: if
+ranks run the backward passes of several calls in different orders, nothing detects it.
 
-A :class:`RowPlan` follows from the counts. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
+The counts determine a :class:`RowPlan`. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
 one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a separate tensor. So a dispatch
-starts all chunks and waits for each separately, and a combine starts each chunk separately and waits for all. Each is
-the gradient of the other, so backward passes overlap with computation as forward passes do, and can be differentiated
-again. Autograd connects the start of an exchange with the wait for it by handles, tensors without elements, since it
-must not read rows that are still in flight.
+starts all chunks and waits for each separately, and a combine starts each chunk separately and waits for all. The
+gradient of a dispatch is a combine, and vice versa; so exchanges overlap with computation in backward passes, too, and
+can be differentiated again. Handles, tensors without elements, connect the start of an exchange with the wait in the
+autograd graph, since autograd must not read rows that are still in flight.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from pymoe._gloo_at_exit import wait_for_gloo_at_exit
 from pymoe.ep.failures import Exchange, GroupError, report_error, report_failed_backward
 from pymoe.ep.sharding import PARAMETERS, ExpertSharding
 
-BLOCK = 512  # a message's length, in int32 values, is a multiple of this
+BLOCK = 512  # the length of every message, in int32 values, is a multiple of BLOCK
 MAX_CAPACITY_FACTOR = 3e38  # messages contain the factor as a float32, so larger ones are clamped
 FAILED = 1
 MAX_OPTIONS = 256
 _HUGE_PAGE = 2 << 20
 
-_titles: dict[int, str] = {}  # titles of layers, by their numbers in messages
-_options: dict[int, str] = {}  # options of layers in recent calls, by their numbers in messages
+_titles: dict[int, str] = {}  # number of a layer in messages -> title of the layer
+_options: dict[int, str] = {}  # number of the options of a call in messages -> text of these options
 
 
-# The state that all layers over one group share. All ranks call shard in the same order, so their numbers agree.
+# The state shared by all layers of a group. It is equal on all ranks, since they call shard in the same order.
 
 
 @dataclass
@@ -62,7 +62,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
 def next_model_number(group: dist.ProcessGroup) -> int:
-    """Return the number of a new model that is sharded over a group: 1, then 2, ..."""
+    """Count a new model that is sharded over ``group``; return its number: 1, then 2, ..."""
     wait_for_gloo_at_exit()
     state = _states.setdefault(group, _GroupState())
     state.models += 1
@@ -70,8 +70,9 @@ def next_model_number(group: dist.ProcessGroup) -> int:
 
 
 def register_layer(sharding: ExpertSharding) -> None:
-    """Record a layer's title for error messages, and its number of counts, which determines the length of its group's
-    messages.
+    """Record the title of a layer for error messages, and its number of counts.
+
+    The largest number of counts among the layers of a group determines the length of the group's messages.
     """
     layer_number(sharding.title)
     state = _states.setdefault(sharding.group, _GroupState())
@@ -80,7 +81,7 @@ def register_layer(sharding: ExpertSharding) -> None:
 
 @cache
 def layer_number(title: str) -> int:
-    """Return the number of a layer in messages, and remember its title for errors."""
+    """Return the number of a layer in messages, a hash of ``title``; store the title for errors."""
     number = zlib.crc32(title.encode()) & 0x7FFFFFFF
     _titles[number] = title
     return number
@@ -107,7 +108,7 @@ class CallSignature(NamedTuple):
     options: int
 
     def shown(self, field: str) -> str:
-        """Return a field's value as text for error messages."""
+        """Return the value of a field as text for error messages."""
         value: int = getattr(self, field)
         if field == "layer":
             return _titles.get(value, f"unknown ({value})")
@@ -179,7 +180,7 @@ def call_signature(
 
 
 def message_length(counts: int) -> int:
-    """Return the length of a rank's message with ``counts`` counts, in int32 values."""
+    """Return the length, in int32 values, of a message with ``counts`` counts."""
     return -(-(HEADER + counts) // BLOCK) * BLOCK
 
 
@@ -191,7 +192,7 @@ class ExchangedCounts(NamedTuple):
     tokens: list[int]
     """(R,): the number of tokens of each rank."""
     rows: list[list[int]]
-    """(R, n): the rows that each rank sends to each destination; empty if they follow from the loads."""
+    """(R, n): the number of rows that each rank sends to each destination; n is 0 if the loads determine it."""
 
 
 class CountExchange:
@@ -199,10 +200,11 @@ class CountExchange:
 
     Args:
         sharding: the layer's sharding.
-        signature: the signature of the call; None if this rank cannot make the call and tells the others why.
-        counts: (n,) int32, n = ``sharding.num_counts``: the load of each expert here, then rows for destinations.
+        signature: the signature of the call; None if this rank cannot make the call and sends ``error`` instead.
+        counts: (n,) int32, n = ``sharding.num_counts``: this rank's load of each expert, then, with deduplication, its
+            number of rows for each destination.
         tokens: T, the number of tokens.
-        error: the reason, if ``signature`` is None.
+        error: the error because of which this rank cannot make the call.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class CountExchange:
         error: BaseException | None = None,
     ) -> None:
         self._sharding = sharding
-        state = _states.get(sharding.group)  # there is none if this process has unpickled the layer
+        state = _states.get(sharding.group)  # None if the layer was unpickled in this process
         length = message_length(max(sharding.num_counts, 0 if state is None else state.max_counts))
         device = torch.device(sharding.mesh.device_type) if counts is None else counts.device
         if signature is not None and counts is not None:
@@ -223,7 +225,7 @@ class CountExchange:
         else:
             message = torch.tensor(_failure_message(sharding, error, length), dtype=torch.int32).to(device)
         self._gathered = message.new_empty(sharding.ranks * length)
-        self._message = message  # must stay alive until the all-gather is done
+        self._message = message  # kept alive until the all-gather is done
         start = partial(all_gather, self._gathered, message, group=sharding.group, async_op=True)
         self._exchange = Exchange(sharding, "the counts of rows", start, begins_call=True)
 
@@ -231,7 +233,7 @@ class CountExchange:
         """Wait for the messages of all ranks; return them as (R, n) int32, without copying them to the host.
 
         Raises:
-            GroupError: a rank is gone.
+            GroupError: a rank has died, has raised an error or is late.
         """
         self._exchange.wait()
         return self._gathered.view(self._sharding.ranks, -1)
@@ -240,10 +242,10 @@ class CountExchange:
         """Wait for the messages of all ranks, compare their signatures, and return their counts.
 
         Raises:
-            GroupError: ranks disagree, one of them cannot continue, or one is gone.
+            GroupError: ranks disagree, or one of them cannot make the call, has died or is late.
         """
         sharding = self._sharding
-        messages: list[list[int]] = self.wait().tolist()  # the one read of a call
+        messages: list[list[int]] = self.wait().tolist()  # the only copy to the host in a call
         raise_for_difference(sharding, messages)
         rows, end = HEADER + sharding.num_experts, HEADER + sharding.num_counts
         counts = ExchangedCounts([], [], [])
@@ -255,10 +257,10 @@ class CountExchange:
 
 
 def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
-    """Tell the other ranks that this one has failed before it could send its counts, so that they raise, too."""
-    with contextlib.suppress(GroupError):  # raised on all ranks, here in addition to `error`
+    """Tell the other ranks that this rank has failed before it could send its counts, so that they raise, too."""
+    with contextlib.suppress(GroupError):  # all ranks raise it; here, `error` is raised anyway
         CountExchange(sharding, None, error=error).read()
-    if sharding.transport == "padded":  # the others do not read the message, and wait for rows
+    if sharding.transport == "padded":  # the others wait for rows without reading the message
         report_error(sharding, f"raised {describe_error(error)}")
 
 
@@ -270,7 +272,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
         messages: the message of every rank, or the first ``HEADER`` numbers of each.
 
     Raises:
-        GroupError: ranks disagree, or one of them cannot continue.
+        GroupError: ranks disagree, or one of them cannot make the call.
     """
     *signature, failures, _ = itertools.islice(zip(*messages, strict=True), HEADER)
     if FAILED in failures:
@@ -299,7 +301,7 @@ def raise_for_difference(sharding: ExpertSharding, messages: list[list[int]]) ->
 def _options_number(options: tuple[Any, ...]) -> int:
     text = ", ".join(f"{name}={value!r}" for name, value in zip(options[::2], options[1::2], strict=True))
     number = zlib.crc32(text.encode()) & 0x7FFFFFFF
-    if len(_options) >= MAX_OPTIONS:  # coefficients that change in every step would fill the cache without end
+    if len(_options) >= MAX_OPTIONS:  # bound the cache: coefficients may change in every step
         _options.clear()
         _options_number.cache_clear()
     _options[number] = text
@@ -308,13 +310,13 @@ def _options_number(options: tuple[Any, ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``numbers`` as an int32 tensor on ``device``; those of recent calls are cached."""
+    """Return ``numbers`` as an int32 tensor on ``device``; recently returned tensors are cached."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _failure_message(sharding: ExpertSharding, error: BaseException | None, length: int) -> list[int]:
-    """Return a message that carries an error's text in place of counts, one character per number."""
+    """Return a message with the text of an error, one character code per number, instead of counts."""
     text = "" if error is None else describe_error(error)
     header = [layer_number(sharding.title), *[0] * (HEADER - 3), FAILED, 0]
     return (header + [ord(character) for character in text] + [0] * length)[:length]
@@ -324,7 +326,7 @@ def _failure_message(sharding: ExpertSharding, error: BaseException | None, leng
 
 
 class RowCounts(NamedTuple):
-    """The number of rows that travel between this rank and each other."""
+    """The numbers of rows that this rank exchanges with each rank of the group."""
 
     sharding: ExpertSharding
     sent: list[list[int]]
@@ -334,16 +336,16 @@ class RowCounts(NamedTuple):
 
 
 class WeightSends(NamedTuple):
-    """The experts that a call sends to the ranks that clone them."""
+    """The experts whose weights this rank sends, in a call, to the ranks that clone them."""
 
     experts: list[list[int]]
     """(R,): the experts of this rank that each rank clones."""
     counts: RowCounts
-    """One chunk: the number of experts that this rank sends to each rank, and receives from each."""
+    """The number of experts that this rank sends to each rank, and receives from each rank, in a single chunk."""
 
 
 class RowPlan:
-    """The numbers of rows of one call, with a row per choice: lists on the host, computed from the counts of all ranks.
+    """The numbers of rows of a call, counting a row for every choice: lists on the host, from all ranks' counts.
 
     Args:
         sharding: the layer's sharding.
@@ -356,7 +358,7 @@ class RowPlan:
     """
 
     weight_sends: WeightSends | None = None
-    """The experts to send to clones; None if there are no clones in this call."""
+    """The experts whose weights this rank sends to clones; None if there are no clones in this call."""
 
     def __init__(
         self, sharding: ExpertSharding, exchanged: ExchangedCounts, top_k: int, capacity_factor: float | None
@@ -364,17 +366,17 @@ class RowPlan:
         self.sharding = sharding
         self.loads, self.tokens, self.exchanged_rows = exchanged
         self.kept = self.loads
-        """(R, E): the rows that each rank sends to each expert."""
+        """(R, E): the number of rows that each rank sends to each expert."""
         if capacity_factor is not None:
             self.kept = _within_capacity(sharding, self.loads, self.tokens, top_k, capacity_factor)
         self.at_owners = self._rows_at_owners()
-        """(R, E): the rows in ``kept`` that the owners of the experts compute; without clones, all of them."""
+        """(R, E): how many of the rows in ``kept`` the owners of the experts compute; without clones, all of them."""
         if sharding.max_recv_rows is not None:
             self._check_received(sharding.max_recv_rows)
         self.counts = RowCounts(sharding, [], [])
         own = self.at_owners[sharding.rank]
         self.rows_by_expert: list[list[list[int]]] = []
-        """(chunks, R, n): the rows that this rank receives from every rank for each of its experts in the chunk."""
+        """(chunks, R, n): the number of rows from each rank for each of the n experts of this rank in the chunk."""
         for by_rank in sharding.chunk_experts:
             here = by_rank[sharding.rank]
             rows = [[of_source[expert] for expert in here] for of_source in self.at_owners]
@@ -388,9 +390,10 @@ class RowPlan:
         return [sum([of_experts[expert] for expert in own]) for own in self.sharding.experts_of_ranks]
 
     def expert_of_rows(self, chunk: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return the expert of each received row, (n, 1) int32, and the number of this rank's experts, both in a chunk.
+        """Return the expert of each row that arrives in a chunk, (n, 1) int32, and the number of experts in the chunk.
 
-        Rows arrive rank by rank, and the rows of each rank are sorted by expert.
+        Only this rank's experts in the chunk are counted and numbered, from 0. Rows arrive sorted by source rank, and
+        the rows of each source rank are sorted by expert.
         """
         rows = torch.tensor(self.rows_by_expert[chunk], dtype=torch.int64)
         experts = rows.shape[1]
@@ -400,14 +403,15 @@ class RowPlan:
         return indices.repeat_interleave(rows, output_size=total)[:, None], experts
 
     def without_dropped(self, routing: Routing, experts_TK: Tensor) -> Routing:
-        """Return a routing that keeps, for each expert, the first rows up to the number that this rank may send.
+        """Return a routing that keeps, for each expert, only the first rows, as many as this rank may send.
 
-        ``build_routing`` has one capacity for all experts; if a group shares the capacity, each rank has its own limit
-        for each expert.
+        ``build_routing`` cannot do this, since its capacity is the same for all experts. If the group shares the
+        capacity, the limits of a rank differ between experts.
 
         Args:
             routing: the routing of all choices.
-            experts_TK: (T, K) int32, the choices that it was built from, in the order in which rows are sent.
+            experts_TK: (T, K) int32, the choices from which ``routing`` was built: the indices of the experts in
+                ``sharding.send_order``.
         """
         own = self.kept[self.sharding.rank]
         limit_E = torch.tensor([own[e] for e in self.sharding.send_order], dtype=torch.int32).to(experts_TK.device)
@@ -416,7 +420,7 @@ class RowPlan:
         offsets = torch.cat([limit_E.new_zeros(1), limit_E.cumsum(0, dtype=torch.int32)])
         slot_TK = torch.where(place_TK < limit_E[chosen], offsets[chosen] + place_TK, -1)
         token_TK = torch.arange(chosen.shape[0], dtype=torch.int32, device=chosen.device)[:, None].expand_as(chosen)
-        # Dropped choices write to an additional row, which is left out.
+        # Dropped choices write to an additional row, which is cut off below.
         rows = slot_TK.numel()
         token = routing.token.new_full((rows + 1,), -1)
         token[torch.where(slot_TK < 0, rows, slot_TK).reshape(-1).long()] = token_TK.reshape(-1)
@@ -439,19 +443,19 @@ class RowPlan:
 
 
 def capacity(factor: float, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the maximum number of rows of an expert, as :class:`pymoe.nn.MoE` computes it."""
+    """Return the capacity, the maximum number of rows of an expert, with the formula of :class:`pymoe.nn.MoE`."""
     return max(1, math.ceil(min(factor, num_experts) * (tokens * top_k) / num_experts))
 
 
 def _within_capacity(
     sharding: ExpertSharding, loads: list[list[int]], tokens: list[int], top_k: int, factor: float
 ) -> list[list[int]]:
-    """Return (R, E): the rows of each rank for each expert that fit into the expert's capacity."""
+    """Return (R, E): how many rows of each rank for each expert fit into the capacity of the expert."""
     experts = sharding.num_experts
     if sharding.scope == "rank":  # each rank limits its own rows
         limits = [capacity(factor, count, top_k, experts) for count in tokens]
         return [[min(n, limit) for n in load] for load, limit in zip(loads, limits, strict=True)]
-    # An expert takes rows in the order of ranks, until its capacity is reached.
+    # With scope "group", an expert takes rows in the order of ranks until its capacity is reached.
     left = [capacity(factor, sum(tokens), top_k, experts)] * experts
     kept = []
     for load in loads:
@@ -461,11 +465,12 @@ def _within_capacity(
 
 
 class AllToAll:
-    """One dispatch or combine of a call's rows; :attr:`gradients` is the exchange of their gradients.
+    """A dispatch or a combine of the rows of a call; :attr:`gradients` is the exchange of their gradients.
 
     Args:
-        counts: the rows that this rank sends and receives.
-        total: S, the number of rows of the tensor on the rank of the tokens; a combine zeroes those past the counts.
+        counts: the numbers of rows that this rank sends and receives in a dispatch.
+        total: S, the number of rows of the tensor on the rank of the tokens. A combine sets rows that are not exchanged
+            to zero: those past the sum of the counts.
         like: a tensor with the width, dtype and device of the rows.
         last_first: start the last chunk first, since a backward pass needs it first.
     """
@@ -474,20 +479,20 @@ class AllToAll:
         self.counts, self.total, self.last_first = counts, total, last_first
         self.chunks = len(counts.sent)
         self.width, self.dtype, self.device = like.shape[1], like.dtype, like.device
-        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # by chunk, with output and input
+        self._under_way: dict[int, tuple[Exchange, Tensor, Tensor]] = {}  # chunk -> exchange, output and input
         self._combined: Tensor | None = None
         self._gradients: AllToAll | None = None
 
     @property
     def gradients(self) -> AllToAll:
-        """Return the exchange of the gradients, in the other direction."""
+        """Return the exchange of the gradients, which runs in the opposite direction."""
         if self._gradients is None:
             like = torch.empty(0, self.width, dtype=self.dtype, device=self.device)
             self._gradients = AllToAll(self.counts, self.total, like, last_first=not self.last_first)
         return self._gradients
 
     def start_dispatch(self, rows_SH: Tensor) -> tuple[Tensor, ...]:
-        """Start all chunks towards the ranks of the experts; return a handle for each."""
+        """Start sending all chunks to the ranks of the experts; return a handle for each chunk."""
         parts, handles = self._parts(rows_SH.contiguous()), []
         for chunk in sorted(range(self.chunks), reverse=self.last_first):
             received = self.counts.received[chunk]
@@ -497,7 +502,7 @@ class AllToAll:
         return tuple(handles)
 
     def start_combine(self, rows: Tensor, chunk: int) -> Tensor:
-        """Start a chunk towards the ranks of the tokens; return a handle."""
+        """Start sending a chunk to the ranks of the tokens; return a handle."""
         if self._combined is None:
             self._combined = empty_rows(self.total, self.width, self.dtype, self.device)
             self._combined[sum(map(sum, self.counts.sent)) :].zero_()
@@ -506,13 +511,13 @@ class AllToAll:
         return rows.new_empty(0)
 
     def wait(self, chunk: int) -> Tensor:
-        """Wait for a chunk; return its rows."""
+        """Wait for a chunk to arrive; return its rows."""
         exchange, out, _ = self._under_way.pop(chunk)
         exchange.wait()
         return out
 
     def wait_combine(self) -> Tensor:
-        """Wait for all chunks of a combine; return their rows in one tensor."""
+        """Wait for all chunks of a combine to arrive; return their rows in one tensor."""
         for chunk in range(self.chunks):
             self.wait(chunk)
         combined, self._combined = self._combined, None
@@ -525,7 +530,7 @@ class AllToAll:
 
     def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
         if chunk in self._under_way:
-            # Another backward pass started this exchange and did not wait for it. A combine writes to the same memory.
+            # An earlier backward pass did not wait for this exchange, which may still write to the memory of a combine.
             self.wait(chunk)
         sharding = self.counts.sharding
         start = partial(dist.all_to_all_single, out, rows, received, sent, group=sharding.group, async_op=True)
@@ -573,27 +578,27 @@ class _WaitCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        report_failed_backward(ctx.exchange.counts.sharding)  # the backward pass of a layer begins here
+        report_failed_backward(ctx.exchange.counts.sharding)  # this node is the first of a layer's backward pass
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 
-# Both ends of a dispatch and of a combine, as nodes of the autograd graph.
+# Start of and wait for a dispatch and a combine, as nodes of the autograd graph.
 
 start_dispatch: Callable[[Tensor, AllToAll], tuple[Tensor, ...]] = _StartDispatch.apply
-"""Start all chunks of rows (S, H) towards the ranks of the experts; return a handle for each."""
+"""Start sending all chunks of rows (S, H) to the ranks of the experts; return a handle for each chunk."""
 wait_dispatch: Callable[[Tensor, AllToAll, int], Tensor] = _WaitDispatch.apply
-"""Wait, on the rank of the experts, for the chunk of a handle; return its rows (n, H), rank by rank."""
+"""Wait, on the rank of the experts, for the chunk of a handle; return its rows (n, H), sorted by source rank."""
 start_combine: Callable[[Tensor, AllToAll, int], Tensor] = _StartCombine.apply
-"""Start a chunk of rows (n, H) towards the ranks of the tokens; return a handle."""
+"""Start sending a chunk of rows (n, H) to the ranks of the tokens; return a handle."""
 wait_combine: Callable[..., Tensor] = _WaitCombine.apply
 """Wait, on the rank of the tokens, for all chunks of an exchange, given its handles; return the rows (S, H)."""
 
 
 def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised rows (count, width), large ones on the CPU in huge pages (2 MiB), like results of operators.
+    """Return uninitialised rows (count, width). Large tensors on the CPU are in huge pages (2 MiB), as in operators.
 
-    With small pages, the first write to new memory causes a page fault per 4 KiB, and these take longer than the copy
-    itself. If the system has no huge pages, the request for them has no effect.
+    With small pages, the first write to new memory causes a page fault per 4 KiB, and the faults take longer than the
+    copy itself. If the system has no huge pages, the request for them has no effect.
 
     Args:
         count: the number of rows.
@@ -612,7 +617,7 @@ def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device)
 
 @cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the C library's ``madvise``; None if the system has none, or no advice for huge pages."""
+    """Return the function ``madvise`` of the C library; None if it or ``MADV_HUGEPAGE`` does not exist."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None

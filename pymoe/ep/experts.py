@@ -1,7 +1,7 @@
 """ShardedExperts: the experts of a layer, of which each rank stores and computes a part.
 
-:class:`ExpertShards` is their base class, and that of sharded experts modules of other packages. :class:`ExpertMove`
-exchanges experts between the positions of their parameters.
+:class:`ExpertShards` is the base class of ``ShardedExperts`` and of sharded experts modules of other packages.
+:class:`ExpertMove` exchanges experts between the positions of stacked tensors.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from pymoe.nn.options import Backend, operators, raw_operators
 from pymoe.nn.quantized_experts import QuantizedLinear
 
 Adapters = tuple[Sequence[LowRank], Sequence[LowRank]]
-"""The adapters of both products."""
+"""The adapters of the first and of the second product."""
 
 all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 """Every ExpertShards of this process."""
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
-    """Mark ``parameter``, which ``pymoe.ep.<function>`` has replaced, so that optimizers that still have it raise."""
+    """Mark ``parameter`` as replaced by ``pymoe.ep.<function>``: optimizers that still contain it raise."""
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
 class ExpertShards(nn.Module):
-    """The experts of a layer, in parameters stacked along the experts; each rank stores and computes some of the
-    experts.
+    """Base class for the experts of a layer; each rank stores and computes a part of them.
 
-    Parameters keep their names and shapes. They are DTensors, cut along the experts (``Shard(0)`` on the group's mesh).
+    Parameters are stacked along the experts, and keep their names and shapes. They are DTensors, cut along the experts
+    (``Shard(0)`` on the group's mesh).
     """
 
     parameter_names: Sequence[str | None] = PARAMETERS
-    """The names of the four parameters that correspond to :data:`PARAMETERS`; None for one that the module lacks."""
+    """The names of the parameters that correspond to those in :data:`PARAMETERS`; None where the module has none."""
     backend: Backend = "native"
     sharding: ExpertSharding
     gradient_divisor: int | None = None
     """Number by which each call divides the gradients of parameters; None before :func:`pymoe.ep.data_parallel`."""
     moves = 0
-    """Number of times that experts have changed their positions."""
+    """Number of calls of ``redistribute`` that have moved these experts."""
 
     def shard_parameters(self, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
         """Replace every parameter by a DTensor that has only this rank's experts in memory.
@@ -87,7 +87,7 @@ class ExpertShards(nn.Module):
         return found
 
     def spread_tensors(self) -> list[tuple[str, DTensor]]:
-        """Return the names and values of all DTensors: parameters, and the packed weights, which are buffers."""
+        """Return the names and values of all DTensors: parameters, and the buffers of packed weights."""
         both = [*self.named_parameters(), *self.named_buffers()]
         return [(name, one) for name, one in both if isinstance(one, DTensor)]
 
@@ -110,7 +110,8 @@ class ExpertShards(nn.Module):
         Args:
             handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
-            activate: turns the rows of the first product into those of the second, each row independently of others.
+            activate: the activation; takes the rows that the first product returns, and returns the operand of the
+                second product, computing each row independently of the others.
             meanwhile: called after the exchange of the clones' weights has begun, to overlap with it.
             adapters: adapters of all E experts, for both products; empty with clones.
 
@@ -146,7 +147,7 @@ class ExpertShards(nn.Module):
         return tuple(back)
 
     def operand(self, weight: Tensor) -> Tensor:
-        """Return the weights of n experts in the layout that the products take: (n, out, in)."""
+        """Return the weights of n experts in the layout that products take, (n, out, in)."""
         return weight
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,7 +171,7 @@ class ExpertShards(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
-        """Convert a value of the parameter, from a file or another model, to the layout and order of ``parameter``."""
+        """Convert a value for ``parameter``, from a file or another model, to the layout and order of ``parameter``."""
         order = self.sharding.order
         if isinstance(given, DTensor):
             if order is None:
@@ -178,7 +179,7 @@ class ExpertShards(nn.Module):
             if (given.device_mesh, given.placements) == (parameter.device_mesh, parameter.placements):
                 return in_placed_order(given, self.sharding)
             given = given.full_tensor()
-        # `given` is a whole tensor, as a model in one process saves it: each rank takes its part.
+        # `given` is a whole tensor now, such as the state of a model in one process: each rank takes its part.
         if order is not None:
             given = given[torch.tensor(order, device=given.device)]
         return distribute_tensor(
@@ -197,13 +198,14 @@ class ExpertShards(nn.Module):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row the output of the expert that the plan gives for it."""
+        """Return (N, H): for every row, the output of its expert, which ``plan`` determines."""
         if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, *_tensors(adapters))
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
-        # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads rows in
-        # place. On CUDA rows are sorted in memory, because torch's grouped product, which may be faster, takes only
-        # sorted rows. So do products with quantised weights or adapters, on both devices.
+        # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads the rows
+        # through `order`, without sorting them in memory. They are sorted in memory on CUDA, because torch's grouped
+        # product, which may be faster, takes only sorted rows, and on both devices for quantised weights and adapters,
+        # whose products also take only sorted rows.
         ops = raw_operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)
@@ -225,9 +227,9 @@ class ExpertShards(nn.Module):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row the output of its expert or, if weights came, the weighted sum over its experts.
+        """Return (N, H): the output of each row's expert or, if weights came, the weighted sum over the row's experts.
 
-        The rows of an expert are computed in the order in which they arrived, rank by rank, so that sums over them
+        The rows of an expert are computed in the order in which they arrived, sorted by source rank. So sums over them
         equal the sums in one process with the tokens of all ranks. A row without an expert becomes zero.
         """
         rows, indices, weights, max_computed = received
@@ -251,7 +253,10 @@ class ExpertShards(nn.Module):
         adapters: Sequence[LowRank],
         order: Tensor | None = None,
     ) -> Tensor:
-        """Return the products of rows with their experts' weights, plus biases and adapters."""
+        """Return the product of each row with the weight of its expert, plus the bias and adapters of the expert.
+
+        Rows are sorted by expert, unless ``order`` gives the indices of the rows in that order.
+        """
         result: Tensor
         if isinstance(weight, QuantizedWeight):
             bias = None if bias is None else bias.to(rows.dtype)
@@ -261,13 +266,13 @@ class ExpertShards(nn.Module):
         return add_adapters(result, rows, offsets, adapters) if adapters else result
 
     def _own_adapters(self, adapters: Adapters, chunk: int) -> Adapters:
-        """Return the adapters of the experts that this rank has in a chunk."""
+        """Return the adapters of this rank's experts in a chunk."""
         if not any(adapters):
             return adapters
         own = self.sharding.chunk_experts[chunk][self.sharding.rank]
 
         def part(stacked: Tensor) -> Tensor:
-            if isinstance(own, range):  # a view keeps the strides, on which the rounding of products depends
+            if isinstance(own, range):  # take a view: it keeps the strides, which influence the rounding of products
                 return stacked[own.start : own.stop]
             return stacked[torch.tensor(own, dtype=torch.int64, device=stacked.device)]
 
@@ -277,7 +282,7 @@ class ExpertShards(nn.Module):
         return [of(one) for one in adapters[0]], [of(one) for one in adapters[1]]
 
     def _local_parameter(self, parameter: Tensor | QuantizedLinear) -> Tensor | QuantizedWeight:
-        """Return this rank's part of a parameter; backward divides its gradient by :attr:`gradient_divisor`."""
+        """Return this rank's part of a parameter; the backward divides the gradient by :attr:`gradient_divisor`."""
         if isinstance(parameter, QuantizedLinear):
             weight = parameter.quantized_weight
             return weight._replace(packed=local_tensor(weight.packed))
@@ -285,16 +290,16 @@ class ExpertShards(nn.Module):
         divisor = self.gradient_divisor
         if divisor is None or divisor == 1:
             return local
-        # The gradient is divided in the graph of the call, not in a hook of the parameter: the hook would be lost when
+        # Divide the gradient in the graph of the call, not in a hook of the parameter: that hook would be lost when
         # Module.to() or load_state_dict(assign=True) replaces the parameter, and would run twice for a parameter that
-        # layers share.
+        # two layers share.
         local = local.view_as(local)
         if local.requires_grad:
             local.register_hook(lambda gradient: gradient / divisor)
         return local
 
     def _split_by_chunk(self, own: Any) -> Sequence[Any]:
-        """Return a parameter of this rank's experts, split into one part for each chunk."""
+        """Split a parameter of this rank's experts into a part for each chunk."""
         chunks = self.sharding.chunks
         if own is None:
             return [None] * chunks
@@ -304,11 +309,11 @@ class ExpertShards(nn.Module):
 
 
 class ShardedExperts(ExpertShards, Experts):
-    """One rank's experts of a :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group.
+    """A :class:`pymoe.nn.Experts` that :func:`pymoe.ep.shard` has spread over a group of ranks.
 
-    Its parameters have the names and shapes of the whole layer's. They are DTensors, cut along the experts
+    Parameters have the same names and shapes as in one process. They are DTensors, cut along the experts
     (``Shard(0)`` on the group's mesh); ``to_local()`` returns this rank's part. After :func:`pymoe.ep.redistribute` the
-    expert at position p is ``sharding.order[p]``; ``state_dict()`` has expert e at position e.
+    expert at position p is ``sharding.order[p]``; ``state_dict()`` still has expert e at position e.
     """
 
     def forward(  # type: ignore[override]
@@ -329,9 +334,9 @@ class ShardedExperts(ExpertShards, Experts):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise this rank's experts with the values that one process would draw for them from the same seed.
+        """Initialise this rank's experts with the values that a single process would draw from the same seed.
 
-        Every rank draws the random numbers of all experts, and keeps those of its own.
+        Every rank draws the random numbers of all experts, and keeps those of its own experts.
         """
         if isinstance(self, FSDPModule):
             self.reshard()
@@ -354,21 +359,21 @@ def _number(weight: Tensor | QuantizedWeight) -> int:
 
 
 def _without_experts(rows: Tensor, *parts: Tensor | QuantizedWeight | None) -> Tensor:
-    """Return ``rows``, which has no elements, connected in the autograd graph to ``parts``, the parameters and weights.
+    """Return ``rows``, which has no elements, connected in the autograd graph to the parameters and weights ``parts``.
 
-    These thus get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before they
-    are summed, because the gradient of a plain sum has strides of 0, and autograd would copy such a DTensor.
+    So ``parts`` get gradients, and this rank's backward pass takes part in the exchanges. Parts are flattened before
+    the sum, because otherwise their gradients would have strides of 0, and autograd would copy such DTensors.
     """
     nothing: Any = sum(part.flatten().sum() for part in parts if isinstance(part, Tensor))
     return rows + torch.as_tensor(nothing).to(rows.dtype)
 
 
 def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]) -> None:
-    """Draw a whole parameter of ``shape`` uniformly from ±bound, and write the values of ``experts`` to ``local``."""
+    """Draw a parameter of all experts (E, ...) uniformly from ±bound; write the values of ``experts`` to ``local``."""
     if local.device.type != "cpu":
         local.copy_(torch.empty(shape, dtype=local.dtype, device=local.device).uniform_(-bound, bound)[list(experts)])
         return
-    # On the CPU random numbers do not depend on the sizes of draws, so the whole tensor never has to be in memory.
+    # Draw expert by expert to save memory: on the CPU, several draws give the same numbers as one large draw.
     places = {expert: place for place, expert in enumerate(experts)}
     for expert in range(shape[0]):
         drawn = torch.empty(shape[1:], dtype=local.dtype).uniform_(-bound, bound)
@@ -377,7 +382,7 @@ def _draw(shape: torch.Size, bound: float, local: Tensor, experts: Sequence[int]
 
 
 def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
-    """Return a DTensor that has this rank's experts alone; ``whole`` may have been cut to these already."""
+    """Return the DTensor with this rank's experts. ``whole`` has all experts, or is already cut to this rank's."""
     own, part = sharding.ranges[sharding.rank], whole.detach()
     if part.shape[0] == sharding.num_experts:
         part = part[own.start : own.stop].clone(memory_format=torch.contiguous_format)
@@ -387,43 +392,43 @@ def _own_part(whole: Tensor, sharding: ExpertSharding) -> DTensor:
     return DTensor.from_local(part, sharding.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-# Positions of stacked tensors: parameters, their gradients and optimizer state alike are DTensors, cut along the
+# Positions in stacked tensors. Parameters, their gradients and their optimizer state are DTensors cut along the
 # experts. FSDP cuts the experts of a rank again, over the ranks that have the same experts.
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, as part of the autograd graph."""
+    """Return this rank's part of a parameter, connected to the parameter in the autograd graph."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, or of its gradient, outside of the graph, in the same memory."""
+    """Return this rank's part of a parameter or gradient, detached from the autograd graph, sharing its memory."""
     return local_tensor(parameter.detach())
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """The positions of a stacked tensor that each rank of a group has."""
+    """Describes which positions of a stacked tensor each rank has."""
 
     own: range
     """Positions of this rank."""
     group: dist.ProcessGroup | None
-    """All ranks that have a part of the tensor; None if they are not known."""
+    """The group of all ranks that have a part of the tensor; None if it is unknown."""
     ranges: list[range]
-    """Positions of each rank of the group; empty if the group is not known."""
+    """Positions of each rank of ``group``; empty if ``group`` is None."""
 
 
 def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayout:
     """Return the layout of a parameter of a layer, or of a tensor that is stacked in the same way.
 
     Args:
-        parameter: a tensor with as many positions as the layer has experts.
+        parameter: a tensor whose first dimension is E, the number of experts of the layer.
         sharding: the layer's sharding.
 
     Raises:
         ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
     """
-    # FSDP's placement over the ranks with the same experts is not a Shard, but has the attribute `dim` as well.
+    # FSDP's placement over the ranks with the same experts is not a Shard, but it also has the attribute `dim`.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
         seen = parameter.placements if isinstance(parameter, DTensor) else type(parameter).__name__
         raise ValueError(f"MoE {sharding.title}: experts must be a DTensor cut along the experts, got {seen}")
@@ -447,7 +452,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
 
 
 class ExpertMove:
-    """Exchanges experts between positions of stacked tensors.
+    """Exchanges experts between the positions of stacked tensors.
 
     Every rank of the group must create such an object with the same orders, and call it for the same tensors.
 
@@ -457,7 +462,7 @@ class ExpertMove:
         after: (E,), the expert at each position after the move.
 
     Raises:
-        ValueError: the ranks that have the positions are not known.
+        ValueError: ``layout.group`` is None.
     """
 
     def __init__(self, layout: PositionLayout, before: Sequence[int], after: Sequence[int]) -> None:
@@ -472,7 +477,7 @@ class ExpertMove:
         owner = {position: number for number, positions in enumerate(layout.ranges) for position in positions}
 
         def arrivals(positions: range) -> list[tuple[int, int, int]]:
-            """Return (source rank, new position, old position) for the positions of a rank, sorted."""
+            """Return a sorted list of (source rank, new position, old position) for the new positions of a rank."""
             return sorted((owner[was[after[position]]], position, was[after[position]]) for position in positions)
 
         own = arrivals(layout.own)
@@ -506,12 +511,15 @@ class ExpertMove:
 
 
 def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a parameter, or a tensor with its layout, with expert e moved to position e; all ranks must call this."""
+    """Return a copy of a stacked tensor, reordered so that expert e is at position e. All ranks must call this."""
     return _reordered(tensor, sharding, sharding.order, None)
 
 
 def in_placed_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Move the experts of a tensor from positions e to those of the current placement; all ranks must call this."""
+    """Return a copy of a stacked tensor, reordered from expert e at position e to the order of the current placement.
+
+    All ranks must call this.
+    """
     return _reordered(tensor, sharding, None, sharding.order)
 
 

@@ -5,16 +5,16 @@ rank has failed, the waits for exchanges of its group end with an error, on all 
 
 Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
-for them fail, too. The first of these ranks writes to the group's store which rank has died. The other ranks read this
-record for their error messages; ranks that wait for a rank which is busy elsewhere find the failure through this
-record.
+for them fail, too. The first rank that detects the failure writes a record to the group's store: which rank has died.
+The other ranks read this record for their error messages. A rank that waits for a live rank which is busy elsewhere
+finds the failure only through this record.
 
 A rank that raises an error and lives on keeps its connections. It reports the error in the store, and a wait that takes
 longer than ``LOOK`` reads such reports. A report counts only for ranks that are in the same call, wait for an exchange
-which the failed rank has not begun, and have not raised an error in the call themselves. So if all ranks raise an error
+that the failed rank has not begun, and have not raised an error in the call themselves. So if all ranks raise an error
 and go on, none of them fails because of the reports.
 
-An exchange without a failure or a long wait reads and writes no records.
+Exchanges without a failure or a long wait neither read nor write the store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pymoe._torch_canaries import Exercises, canary
 from pymoe.ep.sharding import ExpertSharding
 
 LOOK = timedelta(seconds=1)  # interval at which a wait reads the records of failures
-NAMING_S = 2.0  # time limit for finding the failed rank: the end of a process shows later than that of its connections
+NAMING_S = 2.0  # time limit for finding the failed rank: its process may end some time after its connections
 STORE_TIMEOUT_S = 5.0  # time limit of an access to the store
 
 
@@ -65,7 +65,7 @@ class GroupError(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """The reason why exchanges of a group cannot be finished."""
+    """The reason why exchanges of a group cannot be completed."""
 
     ranks: tuple[int, ...]
     what: str
@@ -75,20 +75,19 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupMembers:
-    """A rank's record of a group's processes, calls and exchanges, from which it finds out which rank has failed."""
+    """A rank's record of the processes, calls and exchanges of a group, used to find out which rank has failed."""
 
     rank: int
     processes: Sequence[Process]
     """(R,): the process of each rank."""
     store: GroupStore | None
-    """The store for records; None if the group has no store, so that ranks that live on after an error cannot report
-    it."""
+    """The store for records; None if the group has none. Then ranks that live on after an error cannot report it."""
     calls: int = 0
     """Number of calls of layers that have begun."""
     exchanges: int = 0
     """Number of exchanges that have begun."""
     failure: Failure | None = None
-    """The failure that ended an exchange here."""
+    """The failure that ended an exchange on this rank."""
     reports: list[str] = field(default_factory=list)
     """Keys of this rank's reports."""
     raised_after: int = -1
@@ -105,11 +104,11 @@ class GroupMembers:
             self.reports.append(key)
 
     def reported(self, exchange: int) -> Failure | None:
-        """Return the reported failure that prevents the exchange with number ``exchange`` from finishing, or None."""
+        """Return the reported failure that prevents the completion of the exchange number ``exchange``, or None."""
         if self.store is None:
             return None
-        # Records of lost connections are read, too: this rank may wait for a rank that is busy in another group, and
-        # such a rank keeps its connections until it uses this group again.
+        # Also read the record of a lost connection: this rank may wait for a rank that is busy in another group. That
+        # rank keeps its connections until it uses this group again.
         failure: Failure | None = self.store.read("failure")
         raised: Failure | None = self.store.read(f"raised in call {self.calls}")
         if failure is None and raised is not None and raised.exchanges < exchange:
@@ -117,12 +116,12 @@ class GroupMembers:
         return failure
 
     def remove_reports(self) -> None:
-        """Remove this rank's reports from the store, once all ranks have begun a later call."""
+        """Remove this rank's reports from the store. Call this only when all ranks have begun a later call."""
         while self.reports and self.store is not None:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Find and return the failure that closed a connection; return None if none is found within ``NAMING_S``."""
+        """Find the failure that closed a connection, and return it; return None if it is not found in ``NAMING_S``."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -134,7 +133,7 @@ class GroupMembers:
         return self.failure
 
     def note(self, failure: Failure) -> None:
-        """Record ``failure`` as the reason why exchanges cannot be finished; an earlier record of any rank is kept."""
+        """Record ``failure`` as the reason why exchanges cannot be completed, unless a rank has recorded one before."""
         self.failure = failure if self.store is None else self.store.write_first("failure", failure)
 
 
@@ -148,20 +147,20 @@ def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], nam
     """
     if group not in _members and len(processes) > 1:
         store = None
-        with contextlib.suppress(RuntimeError):  # the group has no store, or its store allows no second connection
+        with contextlib.suppress(RuntimeError):  # there is no store, or it allows no second connection
             store = GroupStore(group, f"pymoe.ep {name}", STORE_TIMEOUT_S)
         _members[group] = GroupMembers(group.rank(), processes, store)
 
 
 def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, lost: RuntimeError) -> GroupError:
-    """Return the error for a collective that a group could not finish; if a connection was lost, end all ranks' waits.
+    """Return the error to raise for a failed collective. If a connection was lost, also end the waits of all ranks.
 
     Args:
-        group: the ranks.
+        group: the group of the collective.
         subject: the subject of the message, such as the layer.
         layer: name of the layer in its model, or an empty string.
         what: the data that did not arrive.
-        lost: the error of the collective.
+        lost: the error that the collective raised.
     """
     failure = None
     if is_about_connections(lost):
@@ -176,7 +175,7 @@ def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, los
     )
 
 
-# Comparison of descriptions, where a model is changed.
+# Comparison of the ranks' descriptions of a model, before the model is changed.
 
 Description = dict[str, dict[str, Any]]
 """A description of each object, by kind of object (such as ``"layer"``) and name."""
@@ -185,11 +184,11 @@ Description = dict[str, dict[str, Any]]
 def assert_same_on_all_ranks(
     function: str, group: dist.ProcessGroup, mine: Description, problem: Exception | None
 ) -> None:
-    """Raise on all ranks of a group unless their descriptions are equal.
+    """Raise on all ranks of a group unless their descriptions are equal. This is a collective call.
 
     Args:
-        function: the public function that the ranks have called.
-        group: the ranks; all of them call this.
+        function: the public function that the ranks have called, for error messages.
+        group: the group of the ranks.
         mine: this rank's description.
         problem: the error because of which this rank cannot continue, or None. This rank raises it, and the others
             raise :class:`GroupError`.
@@ -224,7 +223,7 @@ def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: 
 
 
 def _difference(here: Any, there: Any) -> str:
-    """Return the first difference as text: one property if both ranks have the object, else what each rank has."""
+    """Return the first difference as text: the property that differs or, if a rank lacks the object, both values."""
     if isinstance(here, dict) and isinstance(there, dict):
         part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
         return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
@@ -271,7 +270,7 @@ class Exchange:
         """
         members = self._members
         try:
-            # On a GPU, wait without a timeout: then only the stream waits, whereas a timeout would block the host.
+            # On a GPU, wait without a timeout, which makes only the stream wait: a timeout would block the host.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:
@@ -282,14 +281,14 @@ class Exchange:
             members.remove_reports()
 
     def _wait_or_abort(self, members: GroupMembers) -> None:
-        """Wait, and look for records of failures every ``LOOK``; if there is one, abort all waits of the group."""
+        """Wait for the collective, looking for a record of a failure every ``LOOK``; if there is one, end all waits."""
         while True:
             begun = time.monotonic()
             try:
                 self._work.wait(LOOK)
                 return
             except RuntimeError:
-                # Stop if this was no timeout: the collective has failed, or the backend does not support timeouts.
+                # Stop if this was not a timeout: the collective has failed, or the backend does not support timeouts.
                 if self._work.is_completed() or time.monotonic() - begun < LOOK.total_seconds() / 2:
                     break
             reported = members.reported(self._number)
@@ -297,14 +296,14 @@ class Exchange:
                 members.note(reported)
                 abort_waits((self._sharding.group,))
                 break
-        self._work.wait()  # raises the error that ended it
+        self._work.wait()  # raises the error of the collective
 
     def _error(self, lost: RuntimeError) -> GroupError:
         sharding = self._sharding
         return lost_rank(sharding.group, f"MoE {sharding.title}", sharding.layer, self._what, lost)
 
 
-# Errors of this rank after it has sent its counts: the count exchange cannot tell the other ranks about them.
+# Reports of errors that a rank raises after it has sent its counts. The count exchange cannot report these.
 
 
 @contextlib.contextmanager
@@ -318,8 +317,8 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
     except GroupError:
         raise
     except BaseException as error:
-        # If a backward pass recomputes this call, checkpointing raises here once it has recomputed enough. That is a
-        # failure only if the backward pass raises, too.
+        # In a recomputation during a backward pass, checkpointing raises here to stop early. That is a failure only if
+        # the backward pass raises, too.
         if not report_failed_backward(sharding):
             report_error(sharding, f"raised {describe_error(error)}")
         add_note(
@@ -331,16 +330,20 @@ def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
 
 
 def report_error(sharding: ExpertSharding, what: str) -> None:
-    """Tell the ranks that wait for this rank in a layer's call that this rank has left the call; ``what`` says why."""
+    """Tell the ranks that wait for this rank in a call of a layer that this rank has left the call.
+
+    ``what`` is the reason, a phrase for messages such as "raised ValueError".
+    """
     members = _members.get(sharding.group)
     if members is not None:
         members.report_error(f"{what} in MoE {sharding.title}")
 
 
 def report_failed_backward(sharding: ExpertSharding) -> bool:
-    """Ensure that an error is reported to the other ranks if the backward pass that runs on this thread raises.
+    """If a backward pass runs on this thread, arrange that an error of the pass is reported to the other ranks.
 
-    Return whether such a pass runs; return False as well if the group's ranks have not been remembered.
+    Return True if a backward pass runs. Return False if none or a compiled one runs, or if :func:`remember_members`
+    has not been called for the group.
     """
     if sharding.group not in _members:
         return False
@@ -348,15 +351,17 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
     end = _Backward(partial(report_error, sharding, "raised in the backward pass"))
     try:
         private.queue_callback(end)
-    except RuntimeError:  # no backward pass runs, or a compiled one, which takes no callback for its end
+    except RuntimeError:  # no backward pass runs, or a compiled one, which accepts no callback
         end()
         return False
     return True
 
 
 class _Backward:
-    """Calls ``failed`` if a backward pass raises. The object is the pass's callback, which autograd calls at the end of
-    the pass and drops on an error.
+    """Calls ``failed`` if a backward pass raises an error.
+
+    This object is queued as a callback of the pass. Autograd calls it at the end of the pass; after an error, autograd
+    deletes it without a call.
     """
 
     def __init__(self, failed: Callable[[], object]) -> None:
@@ -371,7 +376,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """A node whose backward queues ``end`` as a callback of the backward pass, and then raises if ``fails``."""
+    """A function of autograd whose backward queues the callback ``end``, and then raises if ``fails`` is true."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:
@@ -389,7 +394,7 @@ class _Fail(torch.autograd.Function):
 
 @canary
 def ends_are_heard() -> Exercises:
-    """Exercise the private function of torch through which ranks report that a backward pass has failed."""
+    """Exercise torch's private ``queue_callback``, through which ranks report that a backward pass has failed."""
     heard: list[bool] = []
     for fails in (False, True):
         x = torch.ones(1, requires_grad=True, device="cpu")

@@ -1,4 +1,4 @@
-"""Averages gradients over all ranks, and clips them by one norm, for models whose experts are spread over ranks."""
+"""Averages gradients over all ranks, and clips them by their common norm, for models with experts spread over ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def data_parallel(
 
     For a loss L_r on rank r of R, every parameter p gets ``(1 / R) * sum over r of dL_r / dp``, the gradient of the
     mean of all losses. Gradients of parameters of which each rank has a copy (router, attention, ...) are averaged over
-    all ranks. An expert's gradient already includes the rows of all ranks of its group. It is summed over the ranks
-    that have the same expert, and divided by R, too. So a learning rate has the same effect for all parameters, on any
-    number of ranks.
+    all ranks. An expert's gradient already includes the rows of all ranks of its group; this function has it summed
+    over the ranks that have the same expert, and divided by R, too. So a learning rate has the same effect for all
+    parameters, on any number of ranks.
 
     The first of the ranks with the same experts broadcasts their weights to the others, as rank 0 of DDP does with
     other parameters, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must
@@ -59,16 +59,16 @@ def data_parallel(
             ``"fsdp"``.
         options: further arguments of ``DistributedDataParallel``, or of every call of ``fully_shard``. An ``mp_policy``
             with a ``param_dtype`` needs a mesh of two dimensions, the first of which may be 1: on one dimension nothing
-            casts the experts. Where ``fully_shard`` cuts or casts experts, every rank needs some. Parameters that the
-            model tells DDP to ignore stay ignored.
+            casts the experts. If ``fully_shard`` cuts or casts experts, every rank must have some of them. Parameters
+            that the model tells DDP to ignore stay ignored.
 
     Returns:
         The ``DistributedDataParallel`` around ``model``, or ``model`` itself, which ``fully_shard`` has changed.
 
     Raises:
         TypeError: ``mesh`` is not a mesh, a block is not a module, or ``options`` name other ranks.
-        ValueError: ``mesh`` does not fit ``model``, ``model`` holds no sharded layer or has been given to this before,
-            or an argument is out of range.
+        ValueError: ``mesh`` does not fit ``model``; ``model`` contains no sharded layer, or was passed to this function
+            before; or an argument is out of range.
         GroupError: ranks that should have the same experts have different ones, or different placements of them.
 
     Example:
@@ -87,7 +87,7 @@ def data_parallel(
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
     data_parallel_mesh = _flattened(mesh)
-    if options.get("init_sync", True):  # init_sync is an argument of DDP
+    if options.get("init_sync", True):  # an argument of DDP, which holds for experts, too
         _broadcast_from_first_replica(experts, mesh)
     update_sharding(model, set(experts.values()), data_parallel_mesh=data_parallel_mesh)
     if kind == "ddp":
@@ -95,8 +95,8 @@ def data_parallel(
     else:
         parallel = _fsdp(model, mesh, data_parallel_mesh, experts, blocks, options)
     for one in experts.values():
-        # This divides by the ranks of a group; after the backward pass, the mean is taken over those with the same
-        # experts.
+        # The division by R has two steps: calls divide by the number of ranks of a group; after the backward pass, the
+        # mean is taken over the ranks with the same experts.
         one.gradient_divisor = mesh.size(mesh.ndim - 1)
     return parallel
 
@@ -113,10 +113,10 @@ def clip_grad_norm_(
     """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
 
     This is ``torch.nn.utils.clip_grad_norm_`` for models in which some parameters are whole on every rank and others
-    are DTensors, on one mesh or on several: each expert counts once, wherever it is. All ranks call this for the same
-    parameters, after gradients of parameters that every rank has a copy of have been summed or averaged over the ranks,
-    as :func:`data_parallel` does; otherwise ranks get different norms. The host does not wait for the device, except
-    with ``error_if_nonfinite``.
+    are DTensors, on one mesh or on several: each expert counts once, on whatever rank it is. All ranks must call this
+    for the same parameters. Before that, gradients of parameters with a copy on every rank must be summed or averaged
+    over the ranks, as :func:`data_parallel` does; otherwise ranks get different norms. The host does not wait for the
+    device, except with ``error_if_nonfinite``.
 
     Args:
         parameters: the model's parameters; those without a gradient count as zero.
@@ -261,7 +261,7 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ExpertShards]
     if kind == "fsdp" and _are_cut_further(mesh, options):
         for name, one in experts.items():
             sharding = one.sharding
-            if not all(sharding.experts_of_ranks):  # fully_shard has no gradients for a module without elements
+            if not all(sharding.experts_of_ranks):  # fully_shard computes no gradients for empty parameters
                 raise ValueError(
                     f"data_parallel: every rank must have experts with kind='fsdp' and this mesh, got {name!r} with "
                     f"{sharding.num_experts} spread over {sharding.ranks} ranks"
@@ -270,8 +270,10 @@ def _check_options(mesh: DeviceMesh, kind: str, experts: dict[str, ExpertShards]
 
 @torch.no_grad()
 def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: DeviceMesh) -> None:
-    """Give all ranks with the same experts the weights of the first of these ranks, as DDP does for other
-    parameters.
+    """Broadcast the weights of each expert from the first rank that has it, as DDP does for other parameters.
+
+    Raises:
+        GroupError: ranks that should have the same experts differ in experts or placements.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return
@@ -313,7 +315,7 @@ def _ddp(
     options: dict[str, Any],
 ) -> DistributedDataParallel:
     sharded = [f"{name}.{own}".lstrip(".") for name, one in experts.items() for own, _ in one.spread_tensors()]
-    # The weights of quantised dense layers are buffers, which DDP would broadcast in every forward.
+    # Keep DDP from broadcasting the weights of quantised dense layers, which are buffers, in every forward.
     dense = {
         f"{name}.packed".lstrip("."): one.packed
         for name, one in model.named_modules()
@@ -331,10 +333,10 @@ def _ddp(
 
 
 class _ReplicaAverage:
-    """Averages the gradients of experts over the ranks with the same experts. A forward pre-hook of DDP.
+    """Averages the gradients of experts over the ranks with the same experts. It is a forward pre-hook of DDP.
 
-    The average is taken over the accumulated gradient. A part that was averaged after an earlier backward pass is equal
-    on all ranks, so averaging it again does not change it. DDP does the same with its own parameters.
+    The whole accumulated gradient is averaged. What was averaged after an earlier backward pass is equal on all ranks,
+    so averaging it again does not change it. DDP does the same for other parameters.
     """
 
     def __init__(self, experts: list[ExpertShards], mesh: DeviceMesh) -> None:
@@ -383,7 +385,7 @@ def _fsdp(
 
 
 def _are_cut_further(mesh: DeviceMesh, options: dict[str, Any]) -> bool:
-    """Return whether fully_shard is applied to experts, to cast them or to cut them over the ranks that have them."""
+    """Return whether fully_shard is applied to experts: to cast them, or to cut each over the ranks that have it."""
     return mesh.ndim == 2 and (mesh.size(0) > 1 or "mp_policy" in options)
 
 
@@ -394,8 +396,9 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _move_to_mesh(experts: ExpertShards, mesh: DeviceMesh) -> None:
-    """Replace parameters by DTensors on ``mesh``, which has the same ranks, because fully_shard requires that their
-    mesh and its own are parts of one mesh.
+    """Replace the parameters of ``experts`` by DTensors on ``mesh``, which must have the same ranks as their own mesh.
+
+    fully_shard requires this: the mesh of the parameters and its own must be parts of a common mesh.
     """
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):

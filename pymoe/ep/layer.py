@@ -44,10 +44,10 @@ class ShardedLayer(nn.Module):
     gradients are wrong if ranks run the backward passes of several calls in different orders.
 
     A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, and they raise, too, unless
-    rows travel in padded buffers. If a rank raises later, the others wait for its rows: over gloo they raise
-    :class:`GroupError` a second after it has raised in this layer's forward or backward pass, or as soon as its process
-    has ended; in all other cases, when the group's timeout has passed. After that the group is unusable, so a process
-    that has raised should end.
+    rows travel in padded buffers. If a rank raises later, the others wait for its rows. Over gloo they raise
+    :class:`GroupError` a second after that rank has raised in this layer's forward or backward pass, or as soon as its
+    process has ended; in all other cases they raise when the group's timeout has passed. After that the group is
+    unusable, so a process that has raised should end.
 
     The layer works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
     differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
@@ -66,7 +66,7 @@ class ShardedLayer(nn.Module):
 
     @property
     def last_loads(self) -> list[list[int]] | None:
-        """Return (R, E): the number of choices of each expert on each rank in the last call; None before the first.
+        """Return (R, E): how often the tokens of each rank chose each expert in the last call; None before the first.
 
         With ``transport="padded"`` this waits for the device.
         """
@@ -74,9 +74,10 @@ class ShardedLayer(nn.Module):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """Return a scalar int64 on the device: the number of rows that did not fit, over all calls; None if not padded.
+        """Return the number of rows that did not fit in all calls so far, a scalar int64 tensor on the layer's device.
 
-        ``overflowed.zero_()`` restarts the count. Calls recomputed by checkpointing are counted again.
+        Return None with ``transport="exact"``. ``overflowed.zero_()`` restarts the count. Calls recomputed by
+        checkpointing are counted again.
         """
         return self.notes["overflowed"] if self.sharding.transport == "padded" else None
 
@@ -91,13 +92,13 @@ class ShardedLayer(nn.Module):
 
 
 class ExpertCall:
-    """One call of a layer: a context manager in which the layer chooses experts, then calls ``begin`` and ``finish``.
+    """A call of a layer: a context in which the layer chooses experts, then calls :meth:`begin` and :meth:`finish`.
 
-    Errors in the context are reported to the other ranks: before :meth:`begin` by the count exchange, later to ranks
-    that wait for rows.
+    On exit, an error that was raised in the context is reported to the other ranks: before :meth:`begin` through the
+    count exchange, later to the ranks that wait for this rank's rows.
 
     Args:
-        layer: the layer.
+        layer: the :class:`ShardedLayer` that is called.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -147,19 +148,19 @@ class ExpertCall:
         return self._dispatcher
 
     def finish(self, experts: RunExperts, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Send the rows through the experts; return (T, H), the weighted sum of the outputs of each token.
+        """Send the rows through the experts; return (T, H), the weighted sum of the experts' outputs for each token.
 
         Args:
-            experts: this rank's experts.
+            experts: runs this rank's experts.
             weights_TK: (T, K), the weights of the choices.
-            meanwhile: called while the first rows travel.
+            meanwhile: called while the first rows travel, to overlap with the exchange.
         """
         dispatcher = self._dispatcher
         assert self._rows_SH is not None
         handles = dispatcher.start(self._rows_SH, weights_TK)
-        self._rows_SH = None  # the exchange keeps it alive as long as it is needed
-        # With clones, `experts` calls `meanwhile`, once it has sent the weights of clones: FSDP gathers them for that
-        # call. Without clones, the other work need not wait.
+        self._rows_SH = None  # the exchange keeps the tensor alive as long as necessary
+        # With clones, `experts` calls `meanwhile`, after it has started to send the clones' weights. That cannot start
+        # earlier, because FSDP gathers the weights only when `experts` is called. Without clones, do not wait for that.
         if meanwhile is not None and not self._sharding.clones:
             meanwhile()
             meanwhile = None
@@ -179,7 +180,7 @@ class ExpertCall:
 
 
 def update_sharding(model: nn.Module, experts: set[ExpertShards], **changes: Any) -> None:
-    """Change fields of the sharding of ``experts``, and of the layers in ``model`` that have them."""
+    """Change fields of the ``sharding`` of the given experts, and of the layers in ``model`` that use these experts."""
     changed: dict[Any, None] = dict.fromkeys(experts)
     changed |= dict.fromkeys(
         layer for layer in model.modules() if isinstance(layer, ShardedLayer) and layer.experts in experts
@@ -191,8 +192,8 @@ def update_sharding(model: nn.Module, experts: set[ExpertShards], **changes: Any
 def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_TH: Tensor) -> None:
     """Check shapes, devices and dtypes of parameters before counts are sent, without reading values.
 
-    Once the counts are sent, other ranks send rows and wait for results. If an operator refused the parameters then,
-    they would wait in vain, and a rank without experts would not notice a mistake that all ranks have made.
+    Once the counts are sent, other ranks send rows and wait for results. If an operator rejected the parameters then,
+    the other ranks would wait in vain, and a rank without experts would not detect a mistake that all ranks have made.
 
     Args:
         sharding: the layer's sharding.
@@ -218,7 +219,7 @@ def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_T
 
 def _check_module(kind: str, module: Any, rows_TH: Tensor, stack: tuple[int, ...]) -> None:
     if isinstance(module, FSDPModule):
-        # outside of calls, FSDP keeps parameters in a wider dtype and smaller parts, so there is nothing to compare
+        # Outside of calls of the module, FSDP may keep parameters in a wider dtype and in smaller parts: check nothing.
         return
     if isinstance(module, Experts | SharedExperts) and not module.gate:
         own = {name: None if one is None else local_tensor(one) for name, one in module._parameters.items()}
@@ -246,7 +247,7 @@ def _shown(experts: Any) -> str:
 
 
 class ShardedMoE(ShardedLayer, MoE):
-    """A :class:`pymoe.nn.MoE` whose experts are spread over ranks; :func:`pymoe.ep.shard` makes it from one.
+    """A :class:`pymoe.nn.MoE` whose experts :func:`pymoe.ep.shard` has spread over the ranks of a group.
 
     Its calls are collective, as :class:`ShardedLayer` describes. Attributes, options and ``state_dict`` keys are those
     of :class:`pymoe.nn.MoE`. ``stats`` describe this rank's tokens only.
@@ -256,7 +257,7 @@ class ShardedMoE(ShardedLayer, MoE):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """Send every token of this rank through its experts, wherever they are.
+        """Send every token of this rank through its experts, whichever rank has them.
 
         Args:
             x: (..., H), any number of dimensions from one on, the dtype of the parameters (any except float64
@@ -267,7 +268,7 @@ class ShardedMoE(ShardedLayer, MoE):
 
         Raises:
             TypeError: as for :class:`pymoe.nn.MoE`; the other ranks raise :class:`GroupError`.
-            ValueError: likewise.
+            ValueError: as for :class:`pymoe.nn.MoE`; the other ranks raise :class:`GroupError`.
             RuntimeError: called inside a transform of :mod:`torch.func`, or in forward-mode autograd.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
                 more rows than ``room``.
@@ -285,7 +286,7 @@ class ShardedMoE(ShardedLayer, MoE):
             check_parameters(self.sharding, self.experts, self.shared, rows_TH)
             dispatcher = call.begin(rows_TH, gate, self.capacity_factor, self._compared_options())
             weights_TK, losses = self._with_losses(gate, logits_TE, dispatcher)
-            if weights_TK is not gate.weights:  # a user's losses may have changed them
+            if weights_TK is not gate.weights:  # a user's losses may return any weights
                 check_choice(rows_TH, gate.experts, weights_TK)
                 weights_TK = weights_TK.to(wide)
             shared_TH: Any = None
@@ -304,11 +305,11 @@ class ShardedMoE(ShardedLayer, MoE):
         return output
 
     def _weight_of_input_dtype(self) -> Tensor:
-        return self.router.weight  # between calls FSDP may keep experts in a wider dtype
+        return self.router.weight  # FSDP may keep the experts in a wider dtype between their calls
 
     def _compared_options(self) -> tuple[Any, ...]:
         router, losses = self.router, self.losses
-        of_router: tuple[Any, ...] = "router", type(router).__name__  # routers of other classes have their own options
+        of_router: tuple[Any, ...] = "router", type(router).__name__  # options of other classes are unknown
         of_losses: tuple[Any, ...] = "losses", type(losses).__name__
         if isinstance(router, Router):
             rates = {"scale": float(router.scale), "bias_update_rate": float(router.bias_update_rate)}

@@ -23,11 +23,10 @@ from pymoe.nn.stacked_experts import StackedExperts, handlers
 
 
 class ShardedModule(ShardedLayer, ExpertShards):
-    """The experts of a model of transformers, spread over ranks; :func:`pymoe.ep.shard` makes it from an experts
-    module.
+    """An experts module of a model of transformers that :func:`pymoe.ep.shard` has spread over the ranks of a group.
 
-    It is both the layer and its experts, as the router is a separate module. Its class is derived from the class that
-    the module had, and has the same name. Parameters keep their names and shapes; they are DTensors, cut along the
+    It is both the layer and its experts, as the router is a separate module. Its class is derived from the original
+    class of the module, and has the same name. Parameters keep their names and shapes; they are DTensors, cut along the
     experts. Calls are collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of
     their rank.
     """
@@ -37,27 +36,29 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
     @property
     def experts(self) -> ShardedModule:  # type: ignore[override]
-        """Return the module itself, which holds the experts."""
+        """Return the module itself, which contains the experts."""
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send every token of this rank through its experts, wherever they are.
+        """Send every token of this rank through its experts, whichever rank has them.
 
         Args:
             hidden_states: (T, H), any floating dtype; cast to that of the parameters, or by autocast. There may be no
                 tokens; other ranks may have more or fewer.
             top_k_index: (T, K) int32 or int64, the experts of every token.
-            top_k_weights: (T, K), any floating dtype, the factor of every choice.
+            top_k_weights: (T, K), any floating dtype, the weight of every choice.
 
         Returns:
-            (T, H), the dtype of ``hidden_states``. Differentiable in it, in ``top_k_weights`` and in the parameters.
+            (T, H), the dtype of ``hidden_states``. Differentiable in ``hidden_states``, ``top_k_weights`` and the
+            parameters.
 
         Raises:
-            TypeError: an argument or a parameter has the wrong dtype; the other ranks raise :class:`GroupError`.
-            ValueError: likewise if an argument or a parameter has the wrong shape, or the module runs another
-                implementation of experts.
-            IndexError: likewise if an index lies outside 0..E-1.
+            TypeError: an argument or a parameter has the wrong dtype. The other ranks raise :class:`GroupError` then,
+                also in the next two cases.
+            ValueError: an argument or a parameter has the wrong shape, or the module runs another implementation of
+                experts.
+            IndexError: an index lies outside 0..E-1.
             RuntimeError: called inside a transform of :mod:`torch.func`, or in forward-mode autograd.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
                 more rows than ``room``.
@@ -70,7 +71,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
             rows_TH = self._rows(hidden_states)
             check_choice(rows_TH, top_k_index, top_k_weights)
             check_parameters(self.sharding, self, None, rows_TH)
-            # This also checks the indices, before other ranks wait for rows.
+            # This also checks the indices of experts, before other ranks wait for rows.
             routing = ops.build_routing(top_k_index, self.sharding.num_experts)
             weights_TK = top_k_weights.to(accumulate_dtype(rows_TH.dtype))
             kind = "its own" if callable(activation) else activation
@@ -93,13 +94,14 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
         Args:
             described: the description of the module's experts.
-            sharding: their sharding.
+            sharding: the sharding of these experts.
             made: the DTensors made so far, keyed by the ids of the parameters that they replaced; new ones are added.
         """
         self.described = described
         self.parameter_names = described.names
         names = (name for name in described.names if name is not None)
-        # Products with quantised weights check their own operands, and biases may have another dtype than the rows.
+        # Without sizes, check_parameters checks nothing. Quantised weights need no check here: their products check the
+        # operands, and biases may have another dtype than the rows.
         self._sizes = {} if self.is_quantized else {name: getattr(self, name).shape[1:] for name in names}
         self.shard_parameters(sharding, made)
 
@@ -111,7 +113,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return weight.transpose(1, 2) if self.described.transposed else weight
 
     def _rows(self, hidden_states: Tensor) -> Tensor:
-        """Check ``hidden_states``; return it as the rows to send, in the dtype of the products with the weights."""
+        """Check ``hidden_states``; return it in the dtype of the products with the weights, as the rows to send."""
         checks.floating("MoE", "hidden_states", hidden_states)
         checks.rank("MoE", "hidden_states", hidden_states, "(T, H)")
         checks.size("MoE", "hidden_states", hidden_states, 1, hidden_size_of(self, self.described), "H of the experts")
@@ -124,14 +126,14 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by way of the class that the module had, because pickle cannot import the derived class."""
+        """Copy and pickle through the original class of the module, since pickle cannot import the derived class."""
         before = _class_before(type(self))
         return super().__reduce_ex__(protocol) if before is None else (_empty, (before,), self.__dict__)
 
 
 @functools.cache
 def sharded_class(cls: Any) -> Any:
-    """Return the class that modules of the class ``cls`` get when their experts are spread over ranks."""
+    """Return the derived class that a module of the class ``cls`` gets when its experts are spread over ranks."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -154,8 +156,8 @@ def modules_of(model: nn.Module) -> dict[str, tuple[nn.Module, StackedExperts]]:
     """Return the experts modules of other packages in a model, by name, with their descriptions.
 
     Raises:
-        TypeError: parameters are not of a floating dtype, or have different dtypes.
-        ValueError: experts cannot be spread over ranks.
+        TypeError: the parameters of a module are not of a floating dtype, or have different dtypes.
+        ValueError: the experts of a module cannot be spread over ranks.
     """
     found = {}
     for name, module in model.named_modules():
@@ -181,7 +183,7 @@ def is_quantized(module: nn.Module, described: StackedExperts) -> bool:
 
 
 def hidden_size_of(module: nn.Module, described: StackedExperts) -> int:
-    """Return H, the width of the rows of experts."""
+    """Return H, the width of the rows that the experts take and return."""
     weight = getattr(module, described.names[0])
     if isinstance(weight, QuantizedLinear):
         return weight.input_features
@@ -230,7 +232,7 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
             seen = ", ".join(str(parameters[other].dtype).removeprefix("torch.") for other in names)
             raise TypeError(f"shard: experts must have parameters of one floating dtype, got {name!r} with {seen}")
     shapes = [tuple(parameters[one].shape) for one in names]
-    width = (1, 2) if described.transposed else (2, 1)  # the dimensions of H in w_in and w_out
+    width = (1, 2) if described.transposed else (2, 1)  # the dimensions of size H in w_in and w_out
     if w_in.dim() != 3 or w_out.dim() != 3 or w_in.shape[width[0]] != w_out.shape[width[1]]:
         raise ValueError(f"shard: experts must return rows as wide as those they take, got {name!r} with {shapes}")
     if len({shape[0] for shape in shapes}) > 1:

@@ -1,6 +1,6 @@
 """Expert placement: contiguous shards, or a placement by measured load with replicas of hot experts.
 
-Pure functions of counts, in integers only: every rank that has the counts computes the same plan without communication.
+These are pure functions of counts, so every rank that has the counts computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Placement(NamedTuple):
     hosts: tuple[tuple[int, ...], ...]
     """(E,): the distinct ranks of an expert, at least one; the first is its owner, the others hold replicas."""
     ranks: int
-    """R."""
+    """R, the number of ranks."""
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Return (R,): the experts that each rank holds, ascending."""
+        """Return (R,): the experts that each rank holds, in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, hosts in enumerate(self.hosts):
             for rank in hosts:
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
     @property
     def owner(self) -> tuple[int, ...]:
-        """Return (E,): the first host of each expert."""
+        """Return (E,): the owner of each expert, its first host."""
         return tuple(hosts[0] for hosts in self.hosts)
 
 
@@ -48,19 +48,20 @@ class Shares(NamedTuple):
     computes. A source's rows go to the hosts in this order: its first ``rows[s, e, 0]`` to ``hosts[e][0]``."""
 
     def destinations(self) -> Tensor:
-        """Return (R, R) int64: the rows that each source (first dimension) sends to each rank, itself included."""
+        """Return (R, R) int64: the number of rows from each source (first dimension) to each rank, itself included."""
         ranks, _, most = self.rows.shape
         sent = torch.zeros(ranks, ranks, dtype=torch.int64)
         for place in range(most):
             host = torch.tensor([hosts[place] if place < len(hosts) else 0 for hosts in self.hosts])
-            sent.index_add_(1, host, self.rows[:, :, place])  # rows past an expert's hosts are 0
+            sent.index_add_(1, host, self.rows[:, :, place])  # adds 0 for an expert without this host
         return sent
 
 
 def contiguous(experts: int, ranks: int) -> Placement:
     """Return the placement in contiguous shards, as :func:`torch.chunk` and DTensor's ``Shard(0)`` divide experts.
 
-    Rank r holds up to ceil(E / R) experts, from r * ceil(E / R) on: 6 experts on 4 ranks give 2, 2, 2 and 0.
+    Rank r holds up to ceil(E / R) experts, starting with expert r * ceil(E / R): 6 experts on 4 ranks give 2, 2, 2
+    and 0.
 
     Args:
         experts: E, at least 1.
@@ -81,12 +82,12 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
 
     This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there is room for replicas, the
     expert with the most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank
-    with free room. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve it: a
-    copy for which no other rank has room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
-    without replicas as many as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
+    with free room. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve the
+    rank: a copy for which no other rank has room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
+    without replicas, it holds as many experts as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
 
-    The fullest rank never has more of ``load`` than under :func:`contiguous`. If the latter is equally good, it is
-    returned, so that nothing moves. Ties go to the lower expert and the lower rank.
+    The fullest rank never has more of ``load`` than under :func:`contiguous`. If the contiguous placement is equally
+    good, it is returned, so that nothing moves. Ties go to the lower expert and the lower rank.
 
     Args:
         load: (E,) int32 or int64 on the CPU, the number of rows of each expert in the past, none negative.
@@ -121,7 +122,7 @@ def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
 
 
 def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
-    """Return the rows that each rank computes if an expert's rows are divided evenly among its hosts.
+    """Return the number of rows that each rank computes if an expert's rows are divided evenly among its hosts.
 
     Of n rows on P hosts the first n mod P hosts take ceil(n / P), the others floor(n / P).
 
@@ -143,7 +144,7 @@ def rows_of_ranks(load: Tensor, placement: Placement) -> list[int]:
 
 
 def share_evenly(counts: Tensor, placement: Placement) -> Shares:
-    """Return the shares if an expert's rows are divided evenly among its hosts.
+    """Return the shares in which the rows of each expert are divided evenly among its hosts.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
@@ -162,13 +163,13 @@ def share_evenly(counts: Tensor, placement: Placement) -> Shares:
 def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]) -> Shares:
     """Return shares in which every host gets its quota of rows, with as few rows sent as possible.
 
-    A source that is a host of an expert keeps its own rows, up to its quota. The other sources fill the remaining
-    quotas, with sources and hosts in order.
+    A source that is a host of an expert keeps its own rows, up to its quota. The rows of the other sources, in the
+    order of sources, then fill the remaining quotas, in the order of hosts.
 
     Args:
         counts: (R, E) int64 on the CPU, rows of each source rank for each expert.
         hosts: (E,), the ranks that compute each expert.
-        quotas: for every expert the rows of each host; they sum to the rows of the expert.
+        quotas: for every expert, the number of rows of each host; their sum is the number of rows of the expert.
     """
     rows = torch.zeros(*counts.shape, max(map(len, hosts)), dtype=torch.int64)
     rows[:, :, 0] = counts
@@ -182,7 +183,7 @@ def share_rows(counts: Tensor, hosts: Sequence[Sequence[int]], quotas: Sequence[
 def divide_rows(
     counts: Sequence[Sequence[int]], hosts: Sequence[Sequence[int]], quotas: Sequence[Sequence[int]]
 ) -> list[list[list[int]]]:
-    """Return ``Shares.rows`` (R, E, P) of :func:`share_rows`, as nested lists; the arguments are nested lists, too."""
+    """Do what :func:`share_rows` does, with nested lists: return ``Shares.rows`` (R, E, P) for ``counts`` (R, E)."""
     most = max(map(len, hosts))
     rows = [[[number, *[0] * (most - 1)] for number in of_source] for of_source in counts]
     for expert, (its_hosts, its_quotas) in enumerate(zip(hosts, quotas, strict=True)):
@@ -203,12 +204,14 @@ def check_counts(name: str, counts: Tensor) -> None:
 
 
 def _copies(rows: list[int], ranks: int, extra: int) -> list[int]:
-    """Return the number of copies of each expert after up to ``extra`` more, each given to the expert with the most
-    rows per copy.
+    """Return the number of copies of each expert.
+
+    From one copy each, up to ``extra`` copies are added, one at a time, to the expert with the most rows per copy. No
+    expert gets more than ``ranks`` copies.
     """
     copies = [1] * len(rows)
     for _ in range(extra):
-        split = [expert for expert, number in enumerate(copies) if number < ranks]  # one on every rank is enough
+        split = [expert for expert, number in enumerate(copies) if number < ranks]  # at most one copy on each rank
         if not split:
             break
         copies[max(split, key=lambda expert: (rows[expert] / copies[expert], -expert))] += 1
@@ -224,7 +227,7 @@ def _even_quotas(rows: list[int], placement: Placement) -> list[list[int]]:
 
 
 def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width: int) -> list[list[int]]:
-    """Return, for every source, the number of its rows for each host, as lists of length ``width``."""
+    """Return, for every source, the number of its rows for each host, as a list padded with zeros to ``width``."""
     left, open_quotas = list(sources), list(quotas)
     given = [[0] * width for _ in sources]
 
@@ -236,7 +239,7 @@ def _fill(sources: list[int], hosts: Sequence[int], quotas: Sequence[int], width
 
     for place, rank in enumerate(hosts):
         give(rank, place)
-    place = 0  # the first host with an open quota; hosts before it get no more rows
+    place = 0  # index of the host whose quota is filled next; the hosts before it have no open quota
     for source in range(len(sources)):
         while left[source]:
             give(source, place)

@@ -4,8 +4,9 @@
 weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
 its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
 out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
-before ``shard`` (it would update parameters that no layer uses any more). A ``DistributedDataParallel`` that would
-average spread experts raises, and so does an optimizer that would pass them and whole parameters to one torch function.
+before ``shard`` (it would update parameters that no layer uses any more). An optimizer also raises if it would pass
+spread experts and whole parameters to one torch function. Wrapping a model in ``DistributedDataParallel`` raises if
+that would average spread experts.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def redistribute(
     working. Outputs, gradients and weights stay the same, bit for bit. Only the rank that computes an expert changes,
     and with it :attr:`ShardedLayer.sharding`.
 
-    ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement, so a
-    checkpoint that was saved under one loads under any other, on any number of ranks, and into the model in one
-    process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange experts, so
-    every rank must call them. ``state_dict()`` then returns copies, so call ``load_state_dict()`` after
+    ``state_dict()`` of the model and of the optimizer have expert e at position e under every placement. So a
+    checkpoint that was saved under one placement can be loaded under any other, on any number of ranks, and into the
+    model in one process. Under a placement other than the first, ``state_dict()`` and ``load_state_dict()`` exchange
+    experts, so every rank must call them. ``state_dict()`` then returns copies, so call ``load_state_dict()`` after
     ``torch.distributed.checkpoint.load``. The parameters themselves (``full_tensor()``) are in the order of
     ``sharding.order``.
 
@@ -63,30 +64,30 @@ def redistribute(
     them into its parameters. If a rank raises or dies before that, nothing has changed on any rank. The call needs
     additional memory for the weights, gradients and optimizer state of a rank's experts. Call it between
     ``optimizer.step()`` and the next forward pass: a backward pass raises if its forward pass ran before the call, and
-    gradients that FSDP has yet to sum over ranks (``set_requires_gradient_sync(False)``) stay where they are. Copies of
-    the model, such as moving averages, keep their placement until they are moved, too.
+    gradients that FSDP has yet to sum over ranks (``set_requires_gradient_sync(False)``) are not moved. Copies of the
+    model, such as moving averages, keep their placement until this function is called for them, too.
 
     Args:
         model: the model that was given to :func:`shard`, or a ``DistributedDataParallel`` around it.
-        placement: one placement for all layers, or placements by the names of layers in ``model``; layers without a
-            placement keep their own. A placement must have no replicas, and as many experts on each rank as
-            ``torch.chunk`` gives it. :func:`pymoe.ep.placement.place` makes it from loads, such as
+        placement: one placement for all layers, or a mapping from names of layers in ``model`` to placements; other
+            layers keep their placement. A placement must have no replicas, and as many experts on each rank as
+            ``torch.chunk`` gives it. :func:`pymoe.ep.placement.place` computes one from loads, such as
             ``torch.tensor(layer.last_loads).sum(0)`` or those of :class:`pymoe.ep.simulate.LoadRecorder`.
             :func:`pymoe.ep.placement.contiguous` restores the first placement.
-        optimizer: the optimizer of these experts, or several. If an optimizer that has state for them is left
-            out, its next step raises. An optimizer may be made after the call; before a state is loaded into it, it
-            must have made a step (``set_state_dict`` makes one), or have been given to this function with the current
-            placement.
+        optimizer: the optimizer of these experts, or several. If an optimizer that has state for the experts is left
+            out, its next step raises. An optimizer may also be made after the call. Before a state is loaded into it,
+            it must have made a step (``set_state_dict`` makes one), or have been given to this function with the
+            current placement.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: ``model`` holds no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
-            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; ``optimizer``
-            has state that is not stacked as the parameters are, or has been left out before.
-        GroupError: ranks give unequal arguments, or one of them cannot continue.
+        ValueError: ``model`` contains no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
+            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; an optimizer
+            has state that is not stacked as the parameters are, or was left out of an earlier call.
+        GroupError: ranks give different arguments, or one of them cannot continue.
 
     Example:
         >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
@@ -146,7 +147,7 @@ def redistribute(
 
 
 class _StackedTensor(NamedTuple):
-    """A tensor that is stacked along experts, with the exchange that moves its experts."""
+    """A tensor that is stacked along the experts, and the exchange that moves its experts."""
 
     name: str
     kind: str
@@ -164,7 +165,10 @@ def _layers_of(model: Any) -> dict[str, ShardedLayer]:
 
 
 def _orders(layers: dict[str, ShardedLayer], placement: Any) -> dict[ExpertShards, tuple[int, ...] | None]:
-    """Return the new order of experts for each experts module that ``placement`` reorders."""
+    """Return the new order of experts of each experts module that ``placement`` changes.
+
+    Raise TypeError or ValueError if ``placement`` does not fit ``layers``.
+    """
     wanted = placement if isinstance(placement, Mapping) else dict.fromkeys(layers, placement)
     found: dict[ExpertShards, tuple[int, ...] | None] = {}
     owners: dict[nn.Parameter, tuple[str, tuple[int, ...] | None]] = {}
@@ -200,9 +204,9 @@ def _check_all_owners(layers: dict[str, ShardedLayer], moving: Iterable[ExpertSh
 
 
 def _order(name: str, placement: Any, sharding: ExpertSharding) -> tuple[int, ...] | None:
-    """Return the expert at each position under ``placement``; None if expert e is at position e.
+    """Return the expert at each position under ``placement``; None if expert e is at position e for all e.
 
-    Raise if ``placement`` does not fit the layer ``name``.
+    Raise TypeError or ValueError if ``placement`` does not fit the layer ``name``.
     """
     if not isinstance(placement, Placement):
         kind = type(placement).__name__
@@ -240,7 +244,10 @@ def _several(optimizer: Any) -> list[Optimizer]:
 
 
 def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_StackedTensor]:
-    """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks."""
+    """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks.
+
+    ``order`` is the order of experts after the move.
+    """
     sharding = experts.sharding
     if experts.is_quantized:
         raise ValueError(f"redistribute: experts must not be quantised, got those of {sharding.title}")
@@ -248,7 +255,7 @@ def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: l
     found = []
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
-            continue  # a parameter without values will be loaded or initialised in the new order
+            continue  # it has no values to move; they will be loaded or initialised in the new order
         move = ExpertMove(position_layout(parameter, sharding), sharding.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
@@ -258,31 +265,31 @@ def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: l
             tensors |= {f"{key} of {name}": state[key] for key in sorted(state)}
         for title, tensor in tensors.items():
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            with torch.no_grad():  # the local tensor shares the version counter, so autograd detects the change
+            with torch.no_grad():  # not .data: to_local() shares the version counter, so autograd detects the move
                 found.append(_StackedTensor(title, kind, local_tensor(tensor), move))
     return found
 
 
 def _groups(layers: dict[str, ShardedLayer]) -> list[dist.ProcessGroup]:
-    """Return the process groups in which ranks must agree, without duplicates."""
+    """Return the process groups whose ranks must agree on the placements, without duplicates."""
     shardings = [layer.sharding for layer in layers.values()]
     meshes = [one.mesh if one.data_parallel_mesh is None else one.data_parallel_mesh for one in shardings]
     return list({mesh.get_group(): None for mesh in meshes})
 
 
-# Optimizers.
+# State of optimizers after moves, and hooks that raise where torch would train a sharded model wrongly.
 
 _moves_followed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[ExpertShards, int]] = WeakKeyDictionary()
-"""The registered optimizers, whose state dicts are converted: for each experts module, the value of ``moves`` up to
-which the optimizer's state has followed."""
+"""The registered optimizers, whose state dicts are converted. For each, the experts modules whose moves its state has
+followed, with the value of ``moves`` then."""
 _hooks: list[Any] = []
 
 
 def watch_torch() -> None:
-    """Register global hooks in torch, once, that raise where torch would train a sharded model wrongly.
+    """Register global hooks in torch, once per process, that raise where torch would train a sharded model wrongly.
 
-    These are steps of optimizers with outdated state or parameters, or with DTensors and other tensors in one function,
-    and averages of spread experts by DDP.
+    They raise before the step of an optimizer that has outdated state or parameters, or that would pass DTensors and
+    other tensors to one function; and when a DDP is made that would average spread experts.
     """
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_before_wrapping))
@@ -290,7 +297,7 @@ def watch_torch() -> None:
 
 
 def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if ``outer`` is a DistributedDataParallel that would average experts that differ between ranks."""
+    """Raise if ``outer`` is a DistributedDataParallel that would average different experts of different ranks."""
     if inner is None or not isinstance(outer, DistributedDataParallel):
         return
     layers = [layer for layer in inner.modules() if isinstance(layer, ShardedLayer)]
@@ -304,10 +311,10 @@ def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> No
 
 
 def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: ExpertSharding) -> dict[str, DTensor]:
-    """Return an optimizer's state for a parameter, by name, as far as it is stacked along the experts.
+    """Return those tensors of an optimizer's state for a parameter that are stacked along the experts, by name.
 
     Raises:
-        ValueError: some other state has more than one element.
+        ValueError: another tensor of the state has more than one element.
     """
     found: dict[str, DTensor] = {}
     for name, value in optimizer.state.get(parameter, {}).items():
@@ -329,7 +336,10 @@ def _check_followed(optimizer: Optimizer, experts: ExpertShards) -> None:
 
 
 def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
-    """Record that an optimizer's state is in the current order of ``experts``; convert its state dicts from now on."""
+    """Record that the state of ``optimizer`` is in the current order of ``experts``.
+
+    The first call for an optimizer registers hooks that convert its state dicts.
+    """
     if optimizer not in _moves_followed:
         _moves_followed[optimizer] = WeakKeyDictionary()
         optimizer.register_state_dict_post_hook(_to_file_order)
@@ -340,7 +350,7 @@ def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        # A replaced parameter that has a gradient is still used elsewhere, so an optimizer may update it.
+        # If the replaced parameter has a gradient, other code still uses it, so an optimizer may update it.
         if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
@@ -356,7 +366,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _check_groups(optimizer: Optimizer) -> None:
-    """Raise if an optimizer would pass spread experts and whole parameters to one torch function together."""
+    """Raise ValueError if an optimizer would pass spread experts and whole parameters to one torch function."""
     for group in optimizer.param_groups:
         way = next((way for way in ("foreach", "fused") if group.get(way)), None)
         if way is None:
@@ -396,7 +406,7 @@ def _converted(
 ) -> dict[str, Any]:
     placed = [one for one in all_sharded_experts if one.sharding.order is not None]
     shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
-    # Pair keys and parameters by their order, since torch.distributed.checkpoint replaces the integer keys with names.
+    # Match keys with parameters by their order, since torch.distributed.checkpoint replaces integer keys by names.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
     for key, parameter in zip(keys, _parameters(optimizer), strict=False):

@@ -1,4 +1,4 @@
-"""shard spreads the experts of a model's layers over the ranks of a group; shard_on_load does so while it is loaded."""
+"""shard spreads the experts of a model over the ranks of a group; shard_on_load does so while the model is loaded."""
 
 from __future__ import annotations
 
@@ -51,84 +51,84 @@ def shard(
 ) -> nn.Module:
     """Spread the experts of every layer in ``model`` over the ranks of a group, in place.
 
-    Layers are every :class:`pymoe.nn.MoE` and, once :mod:`pymoe.integrations.transformers` is imported, every experts
-    module behind transformers' interface, which must run with ``experts_implementation="pymoe"``.
+    Layers are all :class:`pymoe.nn.MoE` modules and, once :mod:`pymoe.integrations.transformers` is imported, all
+    experts modules behind transformers' interface; these must run with ``experts_implementation="pymoe"``.
 
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by R, and ranks may have no
     experts. Expert parameters become DTensors (``Shard(0)`` on the mesh) with their old shapes and names, so
-    ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Router and shared experts stay on
-    every rank. Make optimizers afterwards: the next step of an earlier one raises. Every rank must hold the same model:
-    the same seed, or the same checkpoint loaded. A model on the meta device can be sharded first, given memory by
-    ``to_empty``, and initialised or loaded then.
+    ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Every rank keeps a copy of router and
+    shared experts. Make optimizers after this call: an optimizer that was made earlier raises in its next step. Every
+    rank must have the same model: made with the same seed, or loaded from the same checkpoint. A model on the meta
+    device can be sharded first, then given memory by ``to_empty``, and then initialised or loaded.
 
     A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back; the
-    host reads at most one tensor of counts; the rank of a token sums its choices, in their order. Sums of rows over an
-    expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are, bit for bit, those
-    of one process with the tokens of all ranks, rank after rank, if its router and shared experts are
-    ``row_invariant``, as ``shard`` makes them here. Exceptions, equal to rounding: gradients of router and shared
-    experts, which you sum over the ranks; the contribution of the auxiliary losses of ``scope="group"`` to gradients
-    of inputs; layers with biases in bfloat16 on GPUs of compute capability 9.0 and 10.0, where one process adds biases
-    after the products; and the exceptions that ``clones`` and ``deduplicate`` name below. For experts of transformers
-    this holds if the choices and their weights, which come from transformers' router, are those of one process;
-    gradients of these weights are then also bit for bit those of one process. An activation that pymoe does not fuse
-    must compute every row from that row alone. Quantised experts of transformers (:func:`pymoe.nn.quantize_experts`)
-    keep their packed weights, of which each rank has its experts' (``packed`` becomes a DTensor); they take no
-    ``clones`` and do not move.
+    host reads at most one tensor of counts; the rank of a token sums the results of its choices, in their order. Sums
+    over the rows of an expert run in the order of ranks. So outputs, gradients of inputs and gradients of experts are
+    bit for bit those of one process that has the tokens of all ranks, in the order of ranks, if router and shared
+    experts are ``row_invariant`` in that process, too, as ``shard`` makes them here. Some results are equal only up to
+    rounding: gradients of router and shared experts, which you sum over the ranks; the contribution of the auxiliary
+    losses of ``scope="group"`` to gradients of inputs; layers with biases in bfloat16 on GPUs of compute capability 9.0
+    and 10.0, where one process adds biases after the products; and those named under ``clones`` and ``deduplicate``
+    below. For experts of transformers this holds if the choices and their weights, which come from transformers'
+    router, are those of one process; gradients of these weights are then also bit for bit those of one process. An
+    activation that pymoe does not fuse must compute every row from that row alone. Quantised experts of transformers
+    (:func:`pymoe.nn.quantize_experts`) stay packed: each rank keeps the packed weights of its own experts, and
+    ``packed`` becomes a DTensor. They cannot have ``clones`` or be moved.
 
     Args:
-        model: any module; layers inside that are quantised (``MoE`` with ``QuantizedExperts``), of subclasses of
-            ``MoE`` or ``Experts``, or with hooks on their ``experts`` are refused. So are experts of transformers
-            outside of its interface, with a norm after every expert, with an adapter, or with parameters that other
-            modules share.
+        model: any module. Refused are quantised layers (``MoE`` with ``QuantizedExperts``), layers of subclasses of
+            ``MoE`` or ``Experts``, and layers with hooks on their ``experts``; also experts of transformers that are
+            outside of its interface, have a norm after every expert, have an adapter, or share parameters with other
+            modules.
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
-            experts. While one is under way, the experts of the one before compute, forward and backward. The
-            largest number of experts of a rank is used if it is smaller.
-        scope: the tokens over which capacity and auxiliary losses are taken. ``"rank"``: each rank's own, as in data
-            parallelism. ``"group"``: all of them, as in one process; tokens of lower ranks come first, and the mean
-            over ranks of the losses is that of all tokens. Not for experts of transformers, whose losses are
-            transformers' own.
+            experts. While one exchange is under way, the experts of the previous one compute, forward and backward. If
+            the largest number of experts of a rank is smaller than ``chunks``, it is used instead.
+        scope: the tokens over which capacity and auxiliary losses are computed. ``"rank"``: each rank's own tokens, as
+            in data parallelism. ``"group"``: the tokens of all ranks, as in one process; tokens of lower ranks come
+            first, and the mean of the ranks' losses is the loss of all tokens. ``"group"`` is not available for experts
+            of transformers, whose losses are transformers' own.
         room: the maximum number of rows that a rank may receive in a call, counted as one row per choice even with
             ``deduplicate``. If a rank would receive more, every rank raises :class:`GroupError` before anything is
             allocated for the rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded buffers.
         clones: the maximum number of other ranks' experts that a rank may clone for one call (FasterMoE's shadow
             experts). :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its loads, without another
-            message. The weights of a clone travel to its rank once and their gradients once back, in one more exchange
-            in each direction; their rows travel in one more chunk, the last, so that weights arrive while ranks compute
-            with shared experts and their own. ``moe.last_rows`` has the rows that each rank computed. Outputs and
-            gradients of inputs keep their bits. The gradient of an expert that had clones is the sum of one gradient
-            from each rank, the clones' added in the order of ranks and then to the owner's: equal to one process's up
-            to rounding, and the same in every run. Rows are gathered after the loads have been read, not at the same
-            time.
+            message. The weights of a clone travel to its rank once and their gradients once back, in an additional
+            exchange in each direction. The rows of clones travel in an additional last chunk, so that the weights
+            arrive while ranks compute with shared experts and with their own experts. ``moe.last_rows`` has the number
+            of rows that each rank computed. Outputs and gradients of inputs keep their bits. The gradient of an expert
+            that had clones is a sum: the gradients of the clones are added in the order of ranks, and their sum to the
+            gradient of the owner. So it equals that of one process only up to rounding, but is the same in every run.
+            Rows are gathered after the loads have been read, not while the loads travel.
         min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1. None: P / (2 H) for P
             parameters of an expert, 1.5 F for gated ones: from this number on, sending the weights of a clone takes no
             longer than sending the rows that it replaces. The page on the costs of expert parallelism derives this.
-        deduplicate: send a token once to each rank of which it chose experts (in every chunk in which it did), and
-            their weighted sum back, in place of a row for each choice. Indices of experts and weights travel with the
-            rows, 12 K bytes a row in a forward and backward pass (20 K in float64). Sums are grouped by rank: outputs
-            and gradients of inputs equal one process's to rounding, an output to (K + 3) u times the sum of its terms'
-            sizes, u being the unit roundoff of the dtype. Gradients of experts keep their bits. It cannot be combined
-            with ``clones``.
+        deduplicate: send a token, in each chunk, only once to every rank that has some of its experts, and send their
+            weighted sum back, instead of a row for each choice. Indices of experts and weights travel with the rows:
+            12 K bytes per row in a forward and backward pass (20 K in float64). Sums are grouped by rank, so outputs
+            and gradients of inputs equal those of one process only up to rounding; the error of an output is at most
+            (K + 3) u times the sum of the absolute values of its terms, u being the unit roundoff of the dtype.
+            Gradients of experts keep their bits. It cannot be combined with ``clones``.
         transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
-            call. ``"padded"``: every rank sends every other ``room // (R * chunks)`` rows in each chunk, filled or not.
-            So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K for
-            ranks of at most T tokens gives each pair of ranks twice its even share. Rows beyond that number, for one
-            pair of ranks in one chunk, are dropped like rows past a capacity, and after these, in the order of tokens
-            and choices; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed` sums them up. If none are
-            dropped, all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent:
-            see :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
+            call. ``"padded"``: every rank sends ``room // (R * chunks)`` rows to every rank in each chunk, filled or
+            not. So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K
+            for ranks of at most T tokens gives each pair of ranks twice its even share. After choices past a capacity
+            have been dropped, the others fill the rows in the order of tokens and choices. Those that do not fit are
+            dropped, too; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed` sums them up. If all fit,
+            all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent: see
+            :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: an argument, or a layer's class, is of the wrong kind.
-        ValueError: ``mesh`` has several dimensions, another order than its group, or not this rank; a number is out of
-            range, or options do not fit each other; ``model`` holds no layer, one that has been sharded before, one
-            with a hook on its experts, a ``forward`` of its own or ``score_before_experts``, or experts of transformers
-            that are refused.
+        ValueError: ``mesh`` has several dimensions, another order than its group, or lacks this rank; a number is out
+            of range, or options cannot be combined; ``model`` contains no layer, or a layer that has been sharded
+            before or has a hook on its experts, a ``forward`` of its own or ``score_before_experts``; or experts of
+            transformers are refused.
         GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
             failed. Then every rank raises.
 
@@ -212,7 +212,7 @@ def shard(
         if layer.shared is not None:
             layer.shared.row_invariant = True
         experts: Any = layer.experts
-        if not isinstance(experts, ShardedExperts):  # layers may share them
+        if not isinstance(experts, ShardedExperts):  # they are if a previous layer shares them
             experts.__class__ = ShardedExperts
             experts.shard_parameters(sharding, made)
         sharded: Any = layer
@@ -240,7 +240,10 @@ def _chunks_of(num_experts: int, mesh: DeviceMesh, chunks: int) -> int:
 def _check_padded(
     mesh: DeviceMesh, numbers: list[int], chunks: int, room: int | None, clones: int, deduplicate: bool
 ) -> None:
-    """Raise unless the options are allowed with ``transport="padded"``, for layers with these numbers of experts."""
+    """Raise ValueError unless the options are allowed with ``transport="padded"``.
+
+    ``numbers`` are the numbers of experts of the layers.
+    """
     if clones:
         raise ValueError(f"shard: clones must be 0 with transport='padded', got {clones}")
     if deduplicate:
@@ -274,8 +277,9 @@ def _mesh_of(mesh: Any, model: Any) -> DeviceMesh:
 
 
 def _check_order(mesh: DeviceMesh) -> None:
-    """Raise unless ``mesh`` lists the ranks in the order of its group: DTensors use the order of the mesh, exchanges
-    of rows that of the group.
+    """Raise ValueError unless ``mesh`` lists the ranks in the order of its group.
+
+    DTensors use the order of the mesh, exchanges of rows the order of the group.
     """
     listed, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
     if listed != group:
@@ -315,7 +319,7 @@ def _layers_of(model: Any) -> dict[str, MoE]:
 
 
 def _check_found(model: nn.Module, layers: dict[str, MoE], modules: dict[str, Any], scope: Scope) -> None:
-    """Raise unless the model has layers, and all of them support ``scope``."""
+    """Raise ValueError unless the model has layers to shard, and all of them support ``scope``."""
     if not layers and not modules:
         raise ValueError(
             f"shard: model must hold a pymoe.nn.MoE, or experts of transformers (which are found once "
@@ -364,7 +368,7 @@ def checksum(tensor: Tensor) -> int | None:
 
 @contextmanager
 def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Iterator[None]:
-    """Shard the model that ``from_pretrained`` loads in the context, so that each rank reads only its own experts.
+    """Return a context in which ``from_pretrained`` loads a sharded model: each rank reads only its own experts.
 
     ::
 
@@ -372,22 +376,22 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
             model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="pymoe")
 
     :func:`shard` is called for the model on the meta device, before any weight is read. Then transformers reads only
-    the experts of this rank: whole tensors where each expert has its own, slices of stacked tensors. So a rank's peak
-    memory is its own share of the model plus one layer of that share, besides pages of mapped files. The weights equal
-    those after ``from_pretrained`` and then :func:`shard`. Weights other than those of experts are on every rank. With
-    a ``PymoeConfig``, or files that pymoe has saved, each layer's experts are packed or read whole, as in one process,
-    and then cut to those of this rank: the peak then includes one whole layer.
+    the experts of this rank: whole tensors if the file has a tensor for each expert, else slices of stacked tensors. So
+    a rank's peak memory is its own share of the model plus one layer of that share, in addition to pages of mapped
+    files. The weights equal those after ``from_pretrained`` and then :func:`shard`. Weights other than those of experts
+    are on every rank. With a ``PymoeConfig``, or files that pymoe has saved, all experts of a layer are packed or read,
+    as in one process, and then cut to those of this rank: the peak then includes one whole layer.
 
-    Exactly one model must be loaded in a context. If this fails on one rank, every rank raises, at the end of the
+    Exactly one model must be loaded in the context. If loading fails on one rank, every rank raises, at the end of the
     context at the latest.
 
     Args:
-        mesh: the ranks, as for :func:`shard`. All of them load the same checkpoint.
+        mesh: the ranks, as for :func:`shard`. All of them must load the same checkpoint.
         options: the other arguments of :func:`shard`.
 
     Raises:
-        ValueError: no model was loaded, or several; another package quantises it; the checkpoint lacks weights of
-            experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model.
+        ValueError: no model was loaded, or several; another package quantises the model; the checkpoint lacks weights
+            of experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model.
         RuntimeError: transformers cannot read parts of the weights; its version may be too old.
         GroupError: the ranks differ in weights that all of them have, or another rank failed.
     """
@@ -404,23 +408,23 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
         problem = error
     finally:
         on_load.reset(token)
-    # If this rank failed before it called shard, this tells the others, which wait in shard.
+    # If this rank has failed before it called shard, the other ranks wait in shard: this call tells them of the error.
     same = {} if problem is not None or loading.model is None else _checksums(loading.model)
     assert_same_on_all_ranks("shard_on_load", loading.group, {"weight": same}, problem)
 
 
 class _Loading:
-    """The model that a :func:`shard_on_load` context loads, and the callbacks for transformers' loading."""
+    """The model that is loaded in a :func:`shard_on_load` context, and the callbacks of :class:`OnLoad`."""
 
     def __init__(self, mesh: DeviceMesh | dist.ProcessGroup, options: dict[str, Any]) -> None:
         self._mesh, self._options = mesh, options
         self.group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
         self.model: nn.Module | None = None
         self.told = False
-        """True while ``shard`` runs, and after it has raised; every rank of the group raises then."""
+        """True while ``shard`` runs and after it has raised, since ``shard`` itself tells other ranks of its errors."""
 
     def begins(self, model: nn.Module) -> bool:
-        """Remember the model that is loaded; return False for an adapter, which is read into this model later."""
+        """Store the model that is being loaded; return True. Return False if it is stored already (for an adapter)."""
         if model is self.model:
             return False
         if self.model is not None:
@@ -442,6 +446,6 @@ class _Loading:
 
 
 def _checksums(model: nn.Module) -> dict[str, int | None]:
-    """Return the checksums of the parameters and buffers that every rank has whole, by name."""
+    """Return the checksums, by name, of the parameters and buffers of which every rank has a whole copy."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: checksum(tensor) for name, tensor in tensors if not isinstance(tensor, DTensor)}

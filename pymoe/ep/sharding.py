@@ -1,7 +1,7 @@
 """The sharding of a layer's experts over a group of ranks: which rank has which experts.
 
 Experts are numbered as in one process. Parameters are stacked along positions, and each rank has a range of positions;
-the current placement says which expert is at which position. The descriptions are equal on all ranks.
+the current placement says which expert is at which position. The description of a sharding is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Scope = Literal["rank", "group"]
 """The tokens over which capacity and auxiliary losses are computed: each rank's own tokens, or the tokens of all ranks
 of the group."""
 Transport = Literal["exact", "padded"]
-"""``"exact"`` sends as many rows as were chosen, ``"padded"`` the same number in every call."""
+"""``"exact"`` sends as many rows as the choices need, ``"padded"`` the same number of rows in every call."""
 
 
 class RoutingTables(NamedTuple):
     """Lookup tables of an :class:`ExpertSharding`: int32 tensors on one device."""
 
     destination: Tensor
-    """(E,): the destination of each expert's rows, its chunk times R plus its rank."""
+    """(E,): the destination of each expert's rows: the expert's chunk times R, plus its rank."""
     index_in_chunk: Tensor
     """(E,): the index of each expert among the experts that its rank has in the same chunk."""
     first_row: Tensor
-    """(chunks * R + 1,): the first row of each destination in a padded send buffer; last, the number of rows in it."""
+    """(chunks * R + 1,): the first row of each destination in a padded send buffer, then the total number of rows."""
     all_rows: Tensor
     """(2,): 0, and the number of rows in a padded send buffer."""
 
 
 def shard_ranges(num_experts: int, ranks: int) -> list[range]:
-    """Return the positions of every rank, as ``torch.chunk`` and ``Shard(0)`` of a DTensor divide them.
+    """Return the range of positions of every rank, as ``torch.chunk`` and DTensor's ``Shard(0)`` divide experts.
 
-    Six experts on four ranks are divided into 2, 2, 2 and 0.
+    For six experts on four ranks, the ranges have 2, 2, 2 and 0 positions.
 
     Args:
         num_experts: E, the number of experts.
@@ -61,7 +61,7 @@ class ExpertSharding:
     mesh: DeviceMesh
     """One-dimensional mesh of the ranks of the group."""
     num_experts: int
-    """E."""
+    """E, the number of experts."""
     chunks: int
     """Number of exchanges in which the rows of a call travel."""
     scope: Scope
@@ -83,7 +83,7 @@ class ExpertSharding:
 
     @cached_property
     def title(self) -> str:
-        """Return the name by which errors call the layer; its number in messages between ranks is computed from it."""
+        """Return the layer's name in error messages. The layer's number in messages between ranks is a hash of it."""
         return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
@@ -103,7 +103,7 @@ class ExpertSharding:
 
     @cached_property
     def ranges(self) -> list[range]:
-        """Return (R,): the positions of each rank."""
+        """Return (R,): the range of positions of each rank."""
         return shard_ranges(self.num_experts, self.ranks)
 
     @cached_property
@@ -128,7 +128,7 @@ class ExpertSharding:
 
     @cached_property
     def chunk_experts(self) -> list[list[Sequence[int]]]:
-        """Return (chunks, R): the experts of each rank in each chunk; chunks divide them as evenly as possible."""
+        """Return (chunks, R): the experts of each rank in each chunk. A rank's chunks are of equal size, or nearly."""
         return [
             [own[c * len(own) // self.chunks : (c + 1) * len(own) // self.chunks] for own in self.experts_of_ranks]
             for c in range(self.chunks)
@@ -150,12 +150,12 @@ class ExpertSharding:
 
     @cached_property
     def num_destinations(self) -> int:
-        """Return the number of destinations of rows; each is one rank in one chunk."""
+        """Return the number of destinations of rows. A destination is a pair of a chunk and a rank."""
         return self.chunks * self.ranks
 
     @cached_property
     def num_counts(self) -> int:
-        """Return the length of a rank's counts: a load per expert, and with ``deduplicate``, rows per destination."""
+        """Return the length of a rank's counts: E loads and, with ``deduplicate``, a number of rows per destination."""
         return self.num_experts + (self.num_destinations if self.deduplicate else 0)
 
     @property
@@ -164,11 +164,9 @@ class ExpertSharding:
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:
-        """Return the routing tables on ``device``; the first call for a device creates them, and later calls reuse
-        them.
-        """
+        """Return the routing tables on ``device``, which the first call for a device creates."""
         if device not in self._tables:
-            with torch.inference_mode(False):  # the tables outlive the call
+            with torch.inference_mode(False):  # later calls, outside of inference mode, use the tables, too
                 self._tables[device] = self._make_tables(device)
         return self._tables[device]
 
@@ -194,5 +192,5 @@ class ExpertSharding:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the fields: the cached group cannot be pickled."""
+        """Return only the fields, without cached properties: the process group cannot be pickled."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

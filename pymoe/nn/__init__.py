@@ -43,7 +43,7 @@ __all__ = [
     "update_expert_biases",
 ]
 
-if not TYPE_CHECKING:  # checkers of types report names that do not exist
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would not report unknown names
 
     def __getattr__(name: str) -> NoReturn:
         from torch import nn

@@ -1,6 +1,6 @@
-"""apply_experts: runs chosen expert networks over tokens, in one native call and at most one node of autograd.
+"""apply_experts: sends every token through the experts chosen for it, in one native call and one node of autograd.
 
-Code that differentiates or replaces the operators runs them one after the other (:func:`apply_networks`).
+Where one call is not possible (:func:`is_one_call`), :func:`apply_networks` runs the operators one after the other.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ def apply_experts(
     ``y[t] = sum over k of weights[t, k] * network_e(x[t])`` for e = ``experts[t, k]``, where ``network_e(row)`` is
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
-    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts. One native call does all of it and, with
-    gradients on the CPU, one node of autograd; outputs and gradients have the same bits. This matters if there are few
-    tokens, as in generating text, where the calls from Python are a large part of the cost. The operators run one after
-    the other with gradients on a GPU, inside transforms of :mod:`torch.func`, under hooks of saved tensors
-    (checkpoints), in compiled code with gradients, and with a function as the activation.
+    ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts, in one native call and, with gradients on
+    the CPU, one node of autograd. Outputs and gradients are bit for bit those of the separate operators. One call is
+    faster for few tokens, as in text generation, where the overhead of Python is a large part of the time. The
+    operators run one after the other with gradients on a GPU or with quantised weights, inside transforms of
+    :mod:`torch.func`, under hooks of saved tensors (checkpoints), in compiled code with gradients, and with a function
+    as the activation.
+
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own. In bfloat16 on GPUs
-    of compute capability 9.0 and 10.0, where torch makes the products, the biases are added in float32 to products
-    that are already rounded; everywhere else each product is rounded once, with its bias.
+    of compute capability 9.0 and 10.0, where torch computes the products, a bias is added in float32 to a product
+    that is already rounded; everywhere else, only the sum of product and bias is rounded.
 
     Args:
         x: (T, H), any floating dtype.
@@ -89,8 +91,8 @@ def apply_experts(
             products, takes rows (S, N) and returns rows (S, F), computing each row independently of the others.
         capacity: the maximum number of slots of an expert; further slots, in the order of tokens, add nothing. ``None``
             drops nothing.
-        foreign_experts: allow values of E and above, for experts on other ranks of expert parallelism; they add nothing
-            to ``y``.
+        foreign_experts: allow indices of E and above, for experts on other ranks of expert parallelism; these choices
+            add nothing to ``y``.
 
     Returns:
         (T, O), the dtype of ``x`` (the autocast dtype inside ``torch.autocast``). Differentiable in ``x``, ``weights``
@@ -172,7 +174,10 @@ def apply_experts_fused(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Do the work of :func:`apply_experts`, for checked arguments that autocast has cast, if is_one_call is true."""
+    """Return the result of :func:`apply_experts` in one native call.
+
+    The arguments must be checked, and cast for autocast; :func:`is_one_call` must be true for them.
+    """
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     options, x = activation_options(activation), x.contiguous()
     if is_differentiated(x, weights, w_in, w_out, b_in, b_out):
@@ -219,9 +224,9 @@ def _fits(
     capacity: object,
     foreign_experts: object,
 ) -> bool:
-    """Return true only if :func:`_check` accepts the arguments, in one expression; see :mod:`pymoe._common.contracts`.
+    """Return true only if :func:`_check` would accept the arguments; see :mod:`pymoe._common.contracts`.
 
-    This covers only activations with a name, and calls without a capacity.
+    For an activation without a name, and for a call with a capacity, this returns false.
     """
     for value in (x, experts, weights, w_in, w_out):
         if not isinstance(value, Tensor):
@@ -278,7 +283,7 @@ def _check(
     check_inner(activation, tuple(w_in.shape), w_out.shape[2])
 
 
-# Checks of the arguments, with plain and with quantised weights, and their conversion for the native calls.
+# Checks and conversions of the arguments, for plain and for quantised weights.
 
 
 NAME = "apply_experts"
@@ -287,11 +292,11 @@ NAME = "apply_experts"
 def choice_for_kernels(
     x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, capacity: int | None, foreign_experts: bool
 ) -> tuple[Tensor, Tensor, int | None]:
-    """Convert experts, weights and capacity for the native calls; on a GPU in debug mode, also check every index."""
-    if not experts.is_cpu:  # on the CPU the kernel checks them
+    """Return experts, weights and capacity as native calls take them; on a GPU in debug mode, check every index."""
+    if not experts.is_cpu:  # on the CPU the kernel checks the indices
         index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
     wide = accumulate_dtype(x.dtype)
-    if weights.dtype != wide:  # compare first: they are usually equal, and even a cast that changes nothing costs more
+    if weights.dtype != wide:  # usually equal; a call of to() takes time even if it changes nothing
         weights = weights.to(wide)
     return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
 
@@ -318,7 +323,7 @@ def check_options(activation: object, capacity: object, foreign_experts: object)
 
 
 def check_inner(activation: object, shape_in: tuple[int, ...], ffn_size: int) -> None:
-    """Raise unless the activation turns the outputs of ``w_in``, whose shape (E, N, H) is given, into F features."""
+    """Raise unless the activation turns N into F = ``ffn_size`` features; ``shape_in`` is the (E, N, H) of ``w_in``."""
     if not callable(activation) and shape_in[1] != ffn_size * (2 if is_gated(activation) else 1):
         rule = "2F" if is_gated(activation) else "F"
         raise ValueError(
@@ -383,9 +388,9 @@ def apply_networks(
         num_experts: E, the number of experts.
         networks: all E networks.
         capacity: the maximum number of slots of an expert, or None.
-        foreign_experts: allow values of E and above, which add nothing.
-        operators: :mod:`pymoe.ops`, which checks what ``networks`` returns, :mod:`pymoe.reference`, or
-            :mod:`pymoe.ops.raw` if the arguments have been checked and ``networks`` are pymoe's own.
+        foreign_experts: allow indices of E and above; these choices add nothing.
+        operators: :mod:`pymoe.ops` or :mod:`pymoe.reference`, which check their arguments; or :mod:`pymoe.ops.raw` if
+            the arguments have been checked and ``networks`` is one of pymoe's functions.
         routing: the routing of ``experts`` with ``capacity``, if it has been built.
         bias: (E, O), which ``combine`` adds to the rows that ``networks`` returns; or None (:func:`bias_of_product`).
 
@@ -402,11 +407,10 @@ def apply_networks(
 
 
 def bias_of_product(x: Tensor, b_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias that the second product adds, and the bias that ``combine`` adds: one is ``b_out``, the other
-    None.
+    """Return (the bias for the second product, the bias for ``combine``): one is ``b_out``, the other is None.
 
     Args:
-        x: the layer's rows, in the dtype of its products.
+        x: rows in the dtype and on the device of the products.
         b_out: (E, O), or None.
     """
     if b_out is None or not leaves_bias(x):
@@ -425,7 +429,7 @@ def grouped_networks(
         b_in: (E, N), or None.
         b_out: (E, O), or None.
         activation: the activation between the two products.
-        whole: true if every choice has a row: there is no capacity, and no expert is elsewhere.
+        whole: true if every choice has a row, since there is neither a capacity nor an expert on another rank.
     """
 
     def networks(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -435,7 +439,7 @@ def grouped_networks(
             inner = raw.expert_activation(inner, activation, cast_operands(b_in)[0], offsets)
         else:
             inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
-        if callable(activation):  # the rows that it returns have not been checked
+        if callable(activation):  # a user's function may return any rows
             inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
             check_grouped_linear(inner, weight, offsets, bias)
         return raw.grouped_linear(inner, weight, offsets, bias, whole=whole)
@@ -444,7 +448,7 @@ def grouped_networks(
 
 
 def activate(rows: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation, either one of pymoe's or a function, to (S, N) rows; return (S, F)."""
+    """Apply an activation, given by name or as a function, to rows (S, N); return (S, F)."""
     return activation(rows) if callable(activation) else raw.expert_activation(rows, activation)
 
 
@@ -468,7 +472,7 @@ def apply_quantized_experts(
     capacity: int | None,
     foreign_experts: bool = False,
 ) -> Tensor:
-    """Return the result of :func:`apply_experts` for quantised weights and arguments that fit."""
+    """Return the result of :func:`apply_experts` for quantised weights and checked arguments."""
     if callable(activation) or is_recorded(x, weights, b_in, b_out):
 
         def networks(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -496,7 +500,7 @@ def apply_quantized_experts(
 
 
 def layout_of(w_in: QuantizedWeight, w_out: QuantizedWeight) -> list[int]:
-    """Return formats, output sizes and any kind of prefetching in the form that native calls take."""
+    """Return the layout that native calls take: format and output size of each weight, then any kind of prefetching."""
     layout = [number_of(w_in), w_in[2], number_of(w_out), w_out[2]]
     prefetch = max(QuantizedWeight(*w_in).prefetch, QuantizedWeight(*w_out).prefetch)
     return [*layout, prefetch] if prefetch else layout

@@ -1,6 +1,7 @@
-"""Finds the layers of a model that choose experts, of any library, to observe or replace their choices.
+"""Finds the layers of a model that choose experts, so that their choices can be observed or replaced.
 
-Those of :class:`pymoe.nn.MoE` are found here. Integrations add their own to :data:`finders`.
+This module finds layers of the class :class:`pymoe.nn.MoE`. Integrations add functions to :data:`finders`, which find
+the layers of other libraries.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ from pymoe.reference.gate_topk import weights_of
 
 
 class Removable(Protocol):
-    """A hook, or several."""
+    """A handle that removes hooks, like torch's ``RemovableHandle``."""
 
     def remove(self) -> None:
-        """Remove the hook, or all of them."""
+        """Remove the hooks."""
 
 
 class ChoosingLayer(Protocol):
     """A layer that chooses experts."""
 
     num_experts: int
-    """E."""
+    """E, the number of experts."""
     top_k: int | None
-    """K; None if it is known only in a forward."""
+    """K, the number of experts per token; None if only a forward tells it."""
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
-        """Call ``keep`` with the choice of every later forward of the layer: (T, K) integers."""
+        """From now on, call ``keep`` in every forward of the layer with the chosen experts, (T, K) integers."""
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
-        """Use ``choice_TK`` in every later forward, with the weights that the router's own rule gives these experts.
+        """From now on, replace the choice of every forward; the router's own rule computes the weights.
 
         Args:
-            choice_TK: (T, K) int64.
-            used: is called with the router's own choice in every forward, and raises if it may not be replaced.
+            choice_TK: (T, K) int64, the experts to use.
+            used: called in every forward with the router's own choice; raises if that choice must not be replaced.
         """
 
 
 finders: list[Callable[[str, nn.Module], dict[str, ChoosingLayer]]] = []
-"""Functions that take the name of a function, for errors, and a model, and return the model's layers of one library."""
+"""Functions that find the layers of some library. They take the name of the calling function, for errors, and a model;
+they return the layers by name."""
 
 
 def choosing_layers(function: str, model: nn.Module) -> dict[str, ChoosingLayer]:
@@ -56,7 +58,7 @@ def choosing_layers(function: str, model: nn.Module) -> dict[str, ChoosingLayer]
         model: any module.
 
     Raises:
-        ValueError: the model has none, or some whose choice cannot be observed.
+        ValueError: the model has no such layer, or the choice of one of them cannot be observed.
     """
     found: dict[str, ChoosingLayer] = {name: _LayerOfPymoe(layer) for name, layer in moe_layers(model).items()}
     for find in finders:
@@ -77,7 +79,7 @@ class _LayerOfPymoe:
         self.top_k: int | None = layer.top_k
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
-        # A hook also makes the layer call its router, in place of one native call of router and experts.
+        # Without a hook on the router, the layer may run router and experts in one native call.
         return self.layer.router.register_forward_hook(lambda router, inputs, output: keep(output[0].experts))
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
@@ -91,18 +93,18 @@ class _ReplacedGate:
         self.router = layer.router
         self.choice_TK = choice_TK
         self.used = used
-        self.hook = self.router.register_forward_pre_hook(lambda router, inputs: None)  # see `observe`
+        self.hook = self.router.register_forward_pre_hook(lambda router, inputs: None)  # see observe()
         self.before, self.router.replaced = self.router.replaced, self.choose
 
     def choose(self, gate: Gate, logits_TE: Tensor) -> Gate:
-        """Return the gate of the replacing choice, and ``gate`` itself if it has the same choice."""
+        """Return the gate with the replacing choice; return ``gate`` itself if it already has that choice."""
         router = self.router
         self.used(gate.experts)
         experts_TK = self.choice_TK.to(gate.experts.device)
         if torch.equal(experts_TK, gate.experts):
             return gate
         weights_TK = weights_of(logits_TE, experts_TK, router.score, router.renormalize, router.scale)
-        # Keep the native kernel's own weights where the choice is the same: it rounds slightly differently.
+        # For tokens with an unchanged choice, keep the weights of `gate`: weights_of rounds slightly differently.
         same_T1 = (experts_TK == gate.experts).all(dim=1, keepdim=True)
         load = load_of(experts_TK, router.num_experts)
         return Gate(torch.where(same_T1, gate.weights, weights_TK), experts_TK.to(torch.int32), load)

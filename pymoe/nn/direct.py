@@ -1,8 +1,9 @@
-"""Runs the forward of MoE through native calls alone if nothing hooks or replaces its parts; gradients take one node.
+"""Runs router, gate and experts of a MoE in native calls, without calling these modules, if nothing hooks or replaces
+them. With gradients, gate and experts are one node of autograd.
 
 For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
-conditions of the whole call are checked once, here. If one fails, the layer calls its parts one by one, which computes
-the same bits.
+conditions of the whole call are checked once, here. If a condition fails, the layer calls its parts one by one, with
+bit for bit the same result.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from pymoe.ops.function_calls import is_differentiated, is_transformed
 
 
 def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
-    """Return the output that the parts of ``layer`` would compute, or None if they have to be called.
+    """Return the output that the parts of ``layer`` would compute; return None if the parts have to be called.
 
     Args:
-        layer: a :class:`pymoe.nn.MoE`, not of a class derived from it. (That module imports this one.)
+        layer: a :class:`pymoe.nn.MoE`, not of a derived class. (The module of ``MoE`` imports this one.)
         x: the argument of ``forward``, which may be anything.
     """
     if is_compiling() or type(x) not in PLAIN_TENSORS or is_transformed():
         return None
-    if layer.score_before_experts:  # the native calls multiply outputs by the weights
+    if layer.score_before_experts:  # the native calls multiply the outputs by the weights, not the inputs
         return None
     parts = layer._modules
-    try:  # without Module.__getattr__, which costs half a microsecond for each name
+    try:  # avoid Module.__getattr__, which takes half a microsecond per name
         router, experts, losses = parts["router"], parts["experts"], parts["losses"]
         weight, of_logits = router._parameters["weight"], router._parameters["bias"]
         bias = router._buffers["expert_bias"]
@@ -49,7 +50,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
         if quantized:
             weights = experts._modules["w_in"], experts._modules["w_out"]
             own = (experts, QuantizedExperts), (weights[0], QuantizedLinear), (weights[1], QuantizedLinear)
-    except KeyError:  # the user has replaced a part
+    except KeyError:  # a part that the user has replaced may lack these names
         return None
     if not (
         are_called_plainly((router, Router), (losses, AuxiliaryLosses), *own)
@@ -67,7 +68,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     injects = recorded and losses.injects()
     if recorded and (quantized or not is_one_node(x) or (injects and not losses.injects_by_kernels())):
         return None
-    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # router and gate are one node
+    if recorded and x.dtype == torch.bfloat16 and routes(x, weight):  # Router.route runs product and gate in one node
         return None
     if type(experts.activation) is not str or experts.activation not in KINDS:
         check_kind("MoE", "experts.activation", experts.activation)
@@ -101,7 +102,7 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def _fit(layer: Any, router: Any, x: Tensor, weight: Any, of_logits: Any, bias: Tensor | None) -> bool:
-    """Return whether the native calls can take the arguments; if not, the forward through the parts raises errors."""
+    """Return whether the native calls accept the arguments; if not, the parts compute the output or raise the error."""
     dtype, device, experts = x.dtype, x.device, layer.num_experts
     return (
         type(weight) in PLAIN_TENSORS
@@ -135,7 +136,7 @@ def _networks(layer: Any, experts: Any, x: Tensor) -> Any:
 
 
 def _quantized_networks(layer: Any, experts: Any, w_in: Any, w_out: Any, x: Tensor) -> Any:
-    """Return the parameters of quantised experts, followed by the layout of their weights, or None."""
+    """Return packed weights, biases and layout as the native calls take them, or None if they do not fit."""
     b_in, b_out = experts._buffers.get("b_in"), experts._buffers.get("b_out")
     packed_in, packed_out = w_in._buffers.get("packed"), w_out._buffers.get("packed")
     if not (
@@ -155,7 +156,7 @@ def _quantized_networks(layer: Any, experts: Any, w_in: Any, w_out: Any, x: Tens
         b_out = b_out.to(x.dtype).contiguous()
     try:
         numbers = FORMATS[w_in.format, w_in.bits], FORMATS[w_out.format, w_out.bits]
-    except (KeyError, TypeError):  # other code has changed one of these attributes
+    except (KeyError, TypeError):  # other code has set a format or bits that do not exist
         return None
     layout = [numbers[0], w_in.output_features, numbers[1], w_out.output_features]
     if w_in.prefetch or w_out.prefetch:

@@ -18,8 +18,9 @@ class ExpertBias(nn.Module):
     Args:
         num_experts: E, the number of experts.
         bias_update_rate: the step by which an update moves an expert's bias.
-        kept_by: a module and the name of its bias, (E,); None creates a bias of zeros, the buffer ``bias``.
-        device: the device of the counts, and of a bias that is created.
+        kept_by: the module that has the bias, and the name of the bias in it, (E,). None creates the buffer ``bias``,
+            with zeros.
+        device: the device of the counted load and of the buffer ``bias``.
     """
 
     bias: Tensor | None
@@ -35,13 +36,13 @@ class ExpertBias(nn.Module):
         self.num_experts = num_experts
         self.bias_update_rate = bias_update_rate
         self.bias_was_updated = False
-        self._kept_by = kept_by  # in a tuple, so that the module does not become a submodule of this one
+        self._kept_by = kept_by  # a tuple, so that nn.Module does not register the module in it
         self.register_buffer("bias", torch.zeros(num_experts, device=device) if kept_by is None else None)
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
 
     @property
     def expert_bias(self) -> Tensor:
-        """Return the bias, with E elements."""
+        """Return the bias, (E,)."""
         if self._kept_by is not None:
             kept: Tensor = getattr(*self._kept_by)
             return kept
@@ -49,9 +50,9 @@ class ExpertBias(nn.Module):
         return self.bias
 
     def count(self, weights_TK: Tensor, load: Tensor) -> Tensor:
-        """Return the weights of a choice; their backward pass counts the choice's load (E,), as for a pymoe router.
+        """Return ``weights_TK``; the backward pass of the result adds ``load`` (E,) to the counted load.
 
-        Nothing is counted in evaluation, nor inside a transform of :mod:`torch.func`.
+        Nothing is counted in evaluation mode, nor inside a transform of :mod:`torch.func`.
         """
         self.counted.follow(load.device)
         if not self.training or in_torch_func():
@@ -62,5 +63,5 @@ class ExpertBias(nn.Module):
         bias = self.bias
         super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
-            self.bias = bias.to(self.bias.device)  # bfloat16() and half() leave it in float32
+            self.bias = bias.to(self.bias.device)  # bfloat16() and half() must not narrow the bias
         return self

@@ -16,7 +16,7 @@ from pymoe.nn.options import check_model
 
 
 class CountedLoad(LocalTensors):
-    """The load of the last forward of experts that are not those of a :class:`pymoe.nn.MoE`.
+    """Counts the load of experts outside of :class:`pymoe.nn.MoE` layers, in their last forward.
 
     Args:
         num_experts: E, the number of experts.
@@ -30,7 +30,7 @@ class CountedLoad(LocalTensors):
         )
 
     def count(self, experts_TK: Tensor) -> None:
-        """Replace the load by that of a choice (T, K); do nothing in a transform of torch.func or in torch.export."""
+        """Set the load to that of ``experts_TK``, (T, K); do nothing inside torch.func transforms or torch.export."""
         if in_torch_func() or is_exporting():
             return
         self.follow(experts_TK.device)
@@ -52,24 +52,23 @@ def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def expert_load(model: nn.Module) -> dict[str, Tensor]:
-    """Return the number of slots of each expert in the last forward of every layer, before any were dropped.
+    """Return the number of slots of each expert in the last forward of every layer, including dropped slots.
 
-    Under activation checkpointing the recomputation leaves the same numbers. With gradient accumulation they are those
-    of the last micro-batch.
+    Under activation checkpointing the recomputation leaves the same numbers. With gradient accumulation the numbers are
+    those of the last micro-batch.
 
     Args:
-        model: a model that holds :class:`pymoe.nn.MoE` layers, or one of transformers whose experts
-            :func:`pymoe.integrations.transformers.count_expert_load` counts.
+        model: a model that contains :class:`pymoe.nn.MoE` layers, or a model of transformers after
+            :func:`pymoe.integrations.transformers.count_expert_load`.
 
     Returns:
-        (E,) int32 on the layer's device, by the name of the layer or of its experts within the model. A ``MoE`` that
-        was not called has a load of zero.
+        A load (E,) int32 for each layer, on its device, keyed by the name of the ``MoE`` or of the other library's
+        experts within the model. A ``MoE`` that was not called has a load of zero.
 
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: the model has neither ``MoE`` layers nor counted experts.
-        RuntimeError: no forward of counted experts was seen: there was none, or it ran code that had been compiled
-            before the counting began.
+        RuntimeError: experts have run no forward since ``count_expert_load``, or only in code compiled before it.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))

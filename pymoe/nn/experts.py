@@ -65,7 +65,7 @@ class _FeedForward(nn.Module):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, without the leading sizes ``stack``.
 
-        The shapes of biases are included even if the networks have none; that of a gate, only if there is one.
+        The shapes of the biases are always included, the shape of ``w_gate`` only if the networks have a gate.
         """
         inner = (2 if is_gated(self.activation) else 1) * self.ffn_size
         sizes: dict[str, tuple[int, ...]] = {
@@ -96,9 +96,9 @@ class _FeedForward(nn.Module):
 class Experts(_FeedForward):
     """E feed-forward networks over rows that are sorted by expert.
 
-    ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]`` for the rows of expert e, with the activations of
-    :func:`pymoe.ops.expert_activation`. Parameters are stacked along a first dimension E, ready for sharding by
-    expert, and each expert is initialised as two ``nn.Linear`` would be.
+    Each row of expert e becomes ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``, where ``act`` is an
+    activation of :func:`pymoe.ops.expert_activation`. Parameters are stacked along a first dimension E, ready for
+    sharding by expert, and each expert is initialised as two ``nn.Linear`` would be.
 
     Args:
         hidden_size: H, the size of a row.
@@ -148,9 +148,9 @@ class Experts(_FeedForward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
-        super()._load_from_state_dict(state_dict, prefix, *args)  # in it, a hook of FSDP shards the parameters again
+        super()._load_from_state_dict(state_dict, prefix, *args)  # a hook of FSDP re-shards parameters in this call
         given = state_dict.get(f"{prefix}w_in")
-        # Only a DTensor has this method (its class is slow to import). A plain parameter cannot take its values.
+        # Only a DTensor has `full_tensor` (importing its class is slow). A plain parameter cannot take its values.
         if hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
             errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state is of a model whose experts are spread over ranks, "
@@ -255,6 +255,6 @@ class SharedExperts(_FeedForward):
     def _gated(self, y_TH: Tensor, x_TH: Tensor) -> Tensor:
         check_parameter("shared.w_gate", self.w_gate, (1, self.hidden_size), x_TH)
         logits_T1 = linear(x_TH, self.w_gate, row_invariant=self.row_invariant)
-        # The gate of a single expert: unlike torch's sigmoid, its bits do not depend on a token's place in the batch.
+        # Not torch.sigmoid: its bits may depend on the index of a token in the batch. Those of gate_topk do not.
         weights_T1: Tensor = operators(self.backend).gate_topk(logits_T1, 1, score="sigmoid", renormalize=False).weights
         return (y_TH * weights_T1).to(y_TH.dtype)

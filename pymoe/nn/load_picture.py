@@ -1,4 +1,4 @@
-"""A picture of the experts' load during training."""
+"""Draws the experts' load during training as a picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DPI = 130
 def draw_expert_load(
     relative_load: Sequence[Sequence[Sequence[float]]], steps: int, file: str | Path, title: str
 ) -> Path:
-    """Draw one heat map per layer: the share of the layer's slots that each expert got over the run.
+    """Draw a heat map for each layer: every expert's share of the layer's slots over the training run.
 
     Args:
-        relative_load: the load of every expert, as a multiple of an even share, indexed by time, layer and expert. All
-            times have the same layers; layers may have different numbers of experts.
-        steps: the total number of optimizer steps, to which the last time corresponds.
-        file: the picture to write; its suffix selects one of matplotlib's formats. Missing folders are made.
+        relative_load: the load of every expert, as a multiple of an even share, indexed by time, layer and expert.
+            Layers may have different numbers of experts.
+        steps: the total number of optimizer steps, the right end of the time axis.
+        file: the picture to write; its suffix selects one of matplotlib's formats. Missing folders are created.
         title: the text above the maps.
 
     Returns:

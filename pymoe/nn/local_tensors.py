@@ -83,7 +83,7 @@ class LastCall(LocalTensors):
         if self._may_hold(*values.values()):
             self.held = {name: value.detach() if value.requires_grad else value for name, value in values.items()}
             return
-        if self.held:  # set the attribute only if needed: torch 2.11 cannot compile a checkpoint that sets one
+        if self.held:  # assign only if needed: torch 2.11 cannot compile activation checkpoints that set attributes
             self.held = {}
         self.follow(next(iter(values.values())).device)
         with torch.no_grad():
@@ -91,7 +91,7 @@ class LastCall(LocalTensors):
                 self.tensors[name].copy_(value)
 
     def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
-        """Store ``compute``, which returns the values of the last call, and call it when they are first read.
+        """Store ``compute``, which returns the values of the last call, and call it when the values are first read.
 
         In a CUDA graph and in compiled code, ``compute`` is called immediately.
 
@@ -142,18 +142,18 @@ class LastCall(LocalTensors):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.settle()
         if self.held:
-            with torch.inference_mode(False):  # a later call changes the copies, and may be outside of inference mode
+            with torch.inference_mode(False):  # later calls write to the copies, maybe outside of inference mode
                 self.tensors.update(self.copies())
             self.held = {}
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> Any:  # used by copies and pickles, which must not hold a call's logits
+    def __getstate__(self) -> Any:  # copies and pickles must not contain the logits of a call
         self.settle()
         return super().__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a later call changes the tensor, and may be outside of inference mode
+    with torch.inference_mode(False):  # later calls write to the tensor, maybe outside of inference mode
         if tensor.is_meta and device.type != "meta":
             return torch.zeros_like(tensor, device=device)
         return tensor.to(device)
@@ -168,7 +168,8 @@ class _CountOnBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         _, load, total = inputs
         ctx.save_for_backward(load)
-        ctx.total = total  # save_for_backward would raise if another micro-batch changes it before this one's backward
+        # Not save_for_backward: it would raise if another micro-batch's backward has changed `total` meanwhile.
+        ctx.total = total
 
     @staticmethod
     def tangent(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:

@@ -55,7 +55,7 @@ def inject_loss(carrier: Tensor, loss: Tensor) -> Tensor:
 
 
 class Injected(NamedTuple):
-    """Factors of the losses that a forward injects; :meth:`gradient` computes the losses' gradient in the logits."""
+    """The factors of the losses that a forward injects, for :meth:`gradient`."""
 
     score: Score
     balancing: Tensor
@@ -64,7 +64,9 @@ class Injected(NamedTuple):
     """Scalar, the dtype of the logits: the factor of the z loss."""
 
     def gradient(self, logits_TE: Tensor, load: Tensor) -> Tensor:
-        """Return the losses' gradient in ``logits_TE``, (T, E), with the same bits as autograd's with ``inject_loss``.
+        """Return the gradient (T, E) of the injected losses with respect to ``logits_TE``.
+
+        It has the same bits as the gradient that autograd computes with :func:`inject_loss`.
 
         Args:
             logits_TE: (T, E).
@@ -74,7 +76,7 @@ class Injected(NamedTuple):
 
 
 class AuxiliaryLosses(nn.Module):
-    """The balancing loss and the z loss of one router; in training they are injected into its gate's weights.
+    """The balancing loss and the z loss of a router, injected in training by the backward of the gate's weights.
 
     Args:
         aux_loss_coef: factor of the balancing loss (Switch Transformer, arXiv 2101.03961), at least 0.
@@ -110,13 +112,13 @@ class AuxiliaryLosses(nn.Module):
     def forward(
         self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float | Tensor = 1.0
     ) -> tuple[Tensor, RouterLosses]:
-        """Return the gate's weights (T, K), now carrying the losses, and the losses themselves, detached.
+        """Return the weights (T, K) of the gate, which inject the losses in their backward, and the detached losses.
 
         Args:
             gate: the router's choice for the logits.
             logits_TE: (T, E).
-            load: (E,), used in place of the gate's own load, for example the load on all ranks.
-            share: factor of the injected losses, in addition to :attr:`scale`.
+            load: (E,), used in place of ``gate.load``, for example the load summed over all ranks.
+            share: an additional factor of the injected losses; :attr:`scale` applies, too.
         """
         injects = self.injects()
         losses: RouterLosses = operators(self.backend).router_losses(
@@ -129,7 +131,7 @@ class AuxiliaryLosses(nn.Module):
         return weights_TK, losses
 
     def injected(self, logits_TE: Tensor) -> Injected:
-        """Return the factors of the losses that :meth:`forward` injects; this does not need the gate's choice.
+        """Return the factors with which :meth:`forward` injects the losses, before a gate has chosen experts.
 
         Args:
             logits_TE: (T, E); the factors have its dtype and device.
@@ -140,10 +142,10 @@ class AuxiliaryLosses(nn.Module):
         return Injected(self.score, *factors)
 
     def injects_by_kernels(self) -> bool:
-        """Return whether :meth:`Injected.gradient` gives the gradient of the losses that :meth:`forward` injects.
+        """Return whether :meth:`Injected.gradient` computes the gradient of the losses that :meth:`forward` injects.
 
-        It does not with the reference backend, nor if a user has set a coefficient to a tensor, or :attr:`scale` to a
-        tensor that requires a gradient or is not a scalar. Then only :meth:`forward` may be used.
+        It does not for the reference backend, nor if a user has set a coefficient to a tensor, or :attr:`scale` to a
+        tensor that requires a gradient or is not a scalar. In these cases, use only :meth:`forward`.
         """
         scale = self.scale
         return (

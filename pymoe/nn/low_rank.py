@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts, as products with rows: ``rows @ down[e].T @ up[e].T`` next to the experts' products."""
+"""Low-rank adapters of experts: they add ``scaling * rows @ down[e].T @ up[e].T`` to the product of expert e."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LowRank(NamedTuple):
 
 
 def add_adapters(y: Tensor, rows: Tensor, offsets: Tensor, adapters: Sequence[LowRank]) -> Tensor:
-    """Return the experts' products plus those of their adapters, in the dtype of the rows.
+    """Return ``y`` plus the products of the rows with the adapters of their experts, in the dtype of the rows.
 
     Args:
-        y: (S, N), the experts' products.
+        y: (S, N), the products of the rows with the weights of their experts.
         rows: (S, H), sorted by expert.
         offsets: (E + 1,) int32.
         adapters: adapters of the E experts.

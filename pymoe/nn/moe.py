@@ -55,7 +55,7 @@ long as launching the kernels."""
 
 
 class Stats(NamedTuple):
-    """Statistics of a layer's last forward, as tensors on its device: getting them does not synchronise."""
+    """Statistics of a layer's last forward: tensors on the layer's device, so reading a field does not synchronise."""
 
     load: Tensor
     """(E,) int32: number of slots for which each expert was chosen, before any were dropped; sums to T * K."""
@@ -67,9 +67,9 @@ class Stats(NamedTuple):
     """Scalar float32, without its coefficient."""
 
     def __repr__(self) -> str:
-        """Return one line; this waits for the device."""
+        """Return the values in one line; this waits for the device."""
         load, *scalars = self
-        if load.is_meta or isinstance(load, FakeTensor):  # such tensors hold no numbers
+        if load.is_meta or isinstance(load, FakeTensor):  # these tensors have no values
             return tuple.__repr__(self)
         if load.numel() <= 16:
             shares = str(load.tolist())
@@ -105,9 +105,8 @@ class MoE(nn.Module):
     and the output has that dtype, as for ``nn.Linear``.
 
     **Experts on several ranks**: :func:`pymoe.ep.shard` spreads the experts of a model over a process group. With
-    ``expert_parallel`` the ranks of the group construct one spread layer together, a
-    :class:`pymoe.ep.ShardedMoE`: its initial values are those of a layer in one process, and each rank only ever
-    allocates its own experts.
+    ``expert_parallel`` the ranks of the group construct such a layer together, a :class:`pymoe.ep.ShardedMoE`: it has
+    the initial values of a layer in one process, and each rank allocates only its own experts.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
@@ -118,8 +117,8 @@ class MoE(nn.Module):
     elements of the batch one after the other. Forward mode (``jvp``, ``jacfwd``, ``hessian``, ``forward_ad``) raises
     ``NotImplementedError``; the layer with ``backend="reference"`` supports it, but has no ``vmap`` over tokens or
     parameters. ``torch.compile`` leaves calls inside forward mode out of its graphs, or raises if ``fullgraph=True``.
-    The backward pass of a compiled graph can do neither: it drops the tangents of its incoming gradients, as in a
-    ``jvp`` of the function that a compiled ``vjp`` returned.
+    But the backward pass of a compiled graph silently drops tangents of its incoming gradients, as in a ``jvp`` of the
+    function that a compiled ``vjp`` returned.
 
     Args:
         hidden_size: H, the size of a row.
@@ -140,7 +139,8 @@ class MoE(nn.Module):
             the tokens.
         capacity_factor: see above; ``None`` drops nothing.
         num_shared_experts: experts of size F that every token passes through (DeepSeekMoE, arXiv 2401.06066).
-        shared_gate: multiply their output by a sigmoid of a linear function of the token (Qwen2-MoE, arXiv 2407.10671).
+        shared_gate: multiply the output of the shared experts by a sigmoid of a linear function of the token
+            (Qwen2-MoE, arXiv 2407.10671).
         aux_loss_coef: coefficient of the balancing loss (Switch Transformer, arXiv 2101.03961, which uses 0.01).
         z_loss_coef: coefficient of the z loss (ST-MoE, arXiv 2202.08906, which uses 0.001).
         bias: add biases to the experts' linear layers.
@@ -148,8 +148,8 @@ class MoE(nn.Module):
             operators without a CUDA kernel in this build raise ``RuntimeError`` for CUDA tensors; the reference works.
         device: the device of the parameters.
         dtype: the dtype of the parameters: float32, float64, bfloat16 or float16.
-        expert_parallel: a mesh of one dimension or a process group over which experts are spread, as by
-            :func:`pymoe.ep.shard` without options; call that function to set options. None keeps all experts.
+        expert_parallel: a mesh of one dimension or a process group over which the experts are spread, as by
+            :func:`pymoe.ep.shard` without options; to set options, call that function instead. None: not spread.
 
     ``state_dict`` keys: ``router.weight`` (E, H); ``router.bias`` (E,) if ``router_bias``; ``router.expert_bias`` (E,)
     if ``bias_update_rate > 0``; ``experts.w_in`` (E, 2F, H), or (E, F, H) without a gate; ``experts.w_out`` (E, H, F);
@@ -233,7 +233,7 @@ class MoE(nn.Module):
         )
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
         if expert_parallel is not None:
-            place["device"] = "meta"  # until it is known which experts this rank has
+            place["device"] = "meta"  # _spread allocates only this rank's experts
         self.experts = Experts(hidden_size, ffn_size, num_experts, activation=activation, bias=bias, **place)
         self.shared = None
         if num_shared_experts > 0:
@@ -269,8 +269,9 @@ class MoE(nn.Module):
             The shape and dtype of ``x`` (the autocast dtype inside ``torch.autocast``).
 
         Raises:
-            TypeError: ``x`` is not a tensor of the dtype of the parameters, the parameters have different dtypes, or
-                ``x`` is float64 inside ``torch.autocast``, which does not cast it, and the parameters are not.
+            TypeError: ``x`` is not a floating tensor; ``x`` and the parameters have different dtypes outside of
+                ``torch.autocast``; or some of them are float64 and others are not, since autocast does not cast
+                float64.
             ValueError: the last dimension of ``x`` is not H, or a parameter does not have the layer's sizes or is on
                 another device than ``x``.
         """
@@ -298,7 +299,7 @@ class MoE(nn.Module):
             y_TH = self._apply_experts_to_scaled(rows_TH, gate.experts, weights_TK, capacity)
         else:
             y_TH = self._apply_experts(rows_TH, gate.experts, weights_TK, capacity, routing)
-        if y_TH.shape[1] != self.hidden_size:  # possible if the user has replaced the experts
+        if y_TH.shape[1] != self.hidden_size:  # experts that a user has put in may return any width
             seen = y_TH.shape[1]
             raise ValueError(f"MoE: experts must return rows (S, H) with H = {self.hidden_size}, got {seen} features")
         if self.shared is not None:
@@ -309,10 +310,10 @@ class MoE(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> MoE:
-        """Set training mode or, with ``mode=False``, evaluation, which warns if nothing balanced the experts.
+        """Set training or evaluation mode. When training ends, warn if nothing has balanced the experts.
 
         Args:
-            mode: training if true.
+            mode: true for training, false for evaluation.
 
         Returns:
             The layer.
@@ -335,15 +336,15 @@ class MoE(nn.Module):
         """Return load, dropped slots and losses of the last forward, in training or evaluation; zero before the first.
 
         They are detached copies, which do not change when the layer runs again. Losses that the forward itself did not
-        need are computed when they are read. Until then, or until its next forward, the layer holds the router's logits
+        need are computed when they are read. Until then, or until its next forward, the layer keeps the router's logits
         if they take at most 4 MiB; if they take more, it computes the losses in the forward. Under activation
-        checkpointing the recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` and a
-        program of :func:`torch.export` leave none.
+        checkpointing the recomputation leaves the same values. A forward inside a transform of :mod:`torch.func` or in
+        a program of :func:`torch.export` does not change the statistics.
         """
         return Stats(**self.last.copies())
 
     def update_bias(self) -> None:
-        """Move this layer's expert bias by the load since its last update: ``update_expert_biases(self)``."""
+        """Update the expert bias of this layer: ``update_expert_biases(self)``."""
         update_expert_biases(self)
 
     def __repr__(self) -> str:
@@ -364,14 +365,14 @@ class MoE(nn.Module):
         return f"{type(self).__name__}({', '.join([*text, self.extra_repr()])})"
 
     def extra_repr(self) -> str:
-        """Return the options that no part shows."""
+        """Return the options of the layer that are not options of its router, losses or experts."""
         text = ["score_before_experts=True"] if self.score_before_experts else []
         if self.capacity_factor is not None:
             text.append(f"capacity_factor={self.capacity_factor}")
         return ", ".join([*text, f"backend={self.backend!r}"])
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
-        """Keep this rank's experts, and allocate and initialise the parameters that are still on the meta device."""
+        """Keep only this rank's experts; allocate and initialise the parameters that are still on the meta device."""
         self._shard(ranks)
         device = self.router.weight.device
         if device.type != "meta":
@@ -384,7 +385,7 @@ class MoE(nn.Module):
 
     def _warn_if_unbalanced(self) -> None:
         router, losses = self.router, self.losses
-        if not (isinstance(router, Router) and isinstance(losses, AuxiliaryLosses)):  # others may balance, too
+        if not (isinstance(router, Router) and isinstance(losses, AuxiliaryLosses)):  # users' parts may balance, too
             return
         balanced = losses.aux_loss_coef > 0 or router.expert_bias is not None
         if not balanced and router.top_k < self.num_experts and router.steps_seen() >= MIN_STEPS_TO_WARN:
@@ -400,7 +401,7 @@ class MoE(nn.Module):
         """Return the maximum number of slots of an expert for ``tokens`` with ``choices`` each; None for no limit."""
         if self.capacity_factor is None:
             return None
-        factor = min(self.capacity_factor, self.num_experts)  # with num_experts, one expert can take every slot
+        factor = min(self.capacity_factor, self.num_experts)  # num_experts already allows an expert every slot
         slots = factor * (tokens * choices) / self.num_experts
         if isinstance(tokens, torch.SymInt):  # torch.export cannot save a program with a math.ceil
             whole = torch.sym_int(slots)
@@ -432,7 +433,7 @@ class MoE(nn.Module):
             w_in, w_out, b_in, b_out = parameters
             b_out, left = bias_of_product(x_TH, b_out)
             networks = grouped_networks(w_in, w_out, b_in, b_out, experts.activation, whole=capacity is None)
-            whose = raw  # operators without checks: their arguments have been checked above or are made by this method
+            whose = raw  # without checks: the arguments have been checked above
         return apply_networks(
             x_TH,
             experts_TK,
@@ -448,17 +449,17 @@ class MoE(nn.Module):
     def _apply_experts_to_scaled(
         self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None
     ) -> Tensor:
-        """Return the sum of the outputs of each token's experts for the token, multiplied by the expert's weight."""
+        """Return, for each token, the sum of its experts' outputs for inputs scaled by the weights of the choices."""
         check_choice(x_TH, experts_TK, weights_TK)
         scaled_TKH = (x_TH[:, None] * weights_TK[..., None]).to(x_TH.dtype)
-        experts_S1 = experts_TK.reshape(-1, 1)  # every choice is a token with one choice here, whose weight is 1
+        experts_S1 = experts_TK.reshape(-1, 1)  # each choice becomes a token with one choice of weight 1
         ones_S1 = torch.ones_like(experts_S1, dtype=weights_TK.dtype)
         rows_SH = self._apply_experts(scaled_TKH.flatten(0, 1), experts_S1, ones_S1, capacity, None)
         rows_TKH = rows_SH.reshape(*experts_TK.shape, rows_SH.shape[1])
-        return rows_TKH.sum(dim=1, dtype=rows_TKH.dtype)  # without a dtype, CUDA's autocast would make it float32
+        return rows_TKH.sum(dim=1, dtype=rows_TKH.dtype)  # by default, CUDA's autocast would sum to float32
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
-        """Raise unless the kernels accept the activation and the choice, which may come from any router and losses."""
+        """Raise unless the kernels accept the activation and the choice, which a user's router or losses may return."""
         check_choice(x_TH, experts_TK, weights_TK)
         check_kind("MoE", "experts.activation", self.experts.activation)
 
@@ -472,9 +473,7 @@ class MoE(nn.Module):
         return self.backend == "native" and are_called_plainly((part, kind)) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
-        """Return whether one native call may do the work of quantised experts, whose weights are modules, on this
-        device.
-        """
+        """Return whether one native call on ``device`` may replace the calls of quantised experts and their weights."""
         return (
             self._stands_in_for(experts, QuantizedExperts)
             and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
@@ -482,8 +481,8 @@ class MoE(nn.Module):
         )
 
     def _keep_stats(self, load: Tensor, logits_TE: Tensor, capacity: int | None, losses: RouterLosses | None) -> None:
-        # A transform must not change a tensor from outside it, and may run one call for many inputs; an exported
-        # program holds the layer's parameters, and has no place for statistics.
+        # A transform must not write to tensors outside of it, and may run one call for many inputs. An exported
+        # program contains the layer's parameters, but not its statistics.
         if not (in_torch_func() or is_exporting()):
             self._keep_stats_of(load, logits_TE, capacity, losses)
 
@@ -496,7 +495,7 @@ class MoE(nn.Module):
             auxiliary = self.losses
             how = (auxiliary.score, auxiliary.backend)
             logits = logits_TE.detach() if logits_TE.requires_grad else logits_TE
-            # Do not keep large logits: autograd lets go of them when the backward pass ends, but this reference would
+            # Do not keep large logits: autograd frees them at the end of the backward pass, but this reference would
             # keep them until the next forward, which may be much later.
             if logits_TE.numel() * logits_TE.element_size() > MOST_HELD_LOGITS:
                 losses, logits = _losses(logits, load, *how), None
@@ -525,7 +524,7 @@ class MoE(nn.Module):
             )
 
     def _fits(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Return whether ``x`` passes all checks, in one expression; see :mod:`pymoe._common.contracts`."""
+        """Return true only if :meth:`_check_input` would accept ``x``; see :mod:`pymoe._common.contracts`."""
         return (
             weight is not None
             and x.dtype == weight.dtype
@@ -536,13 +535,11 @@ class MoE(nn.Module):
         )
 
     def _weight_of_input_dtype(self) -> Tensor | None:
-        """Return the parameter whose dtype and device ``x`` must have, or None if that is unknown before a part is
-        called.
-        """
+        """Return a parameter with the dtype and device that ``x`` must have; None if only the parts can check ``x``."""
         experts: Any = self.experts
         if are_called_plainly((experts, Experts)):
             return experts.w_in  # type: ignore[no-any-return]
-        # Quantised weights are integers, and multiply rows of every dtype.
+        # Quantised weights accept rows of several dtypes, so compare with the dtype of the router.
         if type(experts) is QuantizedExperts and are_called_plainly((self.router, Router)):
             return self.router.weight
         return None
@@ -554,12 +551,12 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def with_shared(y_TH: Tensor, shared_TH: Any) -> Tensor:
-    """Return the routed experts' output plus that of the shared experts.
+    """Return the output of the routed experts plus ``shared_TH``, the output of the shared experts.
 
     Raises:
-        ValueError: the latter, from experts that a user may have replaced, is not a tensor of the same shape.
+        ValueError: ``shared_TH`` is not a tensor of the shape of ``y_TH``; users may replace the shared experts.
     """
-    if not isinstance(shared_TH, Tensor) or shared_TH.shape != y_TH.shape:  # another shape would be broadcast
+    if not isinstance(shared_TH, Tensor) or shared_TH.shape != y_TH.shape:  # torch would broadcast another shape
         seen = tuple(shared_TH.shape) if isinstance(shared_TH, Tensor) else type(shared_TH).__name__
         raise ValueError(f"MoE: shared experts must return rows (T, H) = {tuple(y_TH.shape)}, got {seen}")
     return y_TH + shared_TH
@@ -572,8 +569,9 @@ def _losses(logits_TE: Tensor | None, load: Tensor, score: Score, backend: Backe
 def _statistics(
     load: Tensor, capacity: int | None, losses: RouterLosses | None, logits_TE: Tensor | None, *how: Any
 ) -> dict[str, Tensor]:
-    """Return the fields of a call's :class:`Stats`; without ``losses``, compute them from the logits. ``how`` is
-    (score, backend).
+    """Return the fields of the :class:`Stats` of a call, by name.
+
+    If ``losses`` is None, compute the losses from the logits; ``how`` is (score, backend).
     """
     if losses is None:
         losses = _losses(logits_TE, load, *how)

@@ -1,14 +1,14 @@
-"""Code that the layers share: checks of constructors' arguments and of calls' operands, operators, one-time warnings.
+"""Code shared by the layers: checks of arguments and operands, choice of the operators, one-time warnings.
 
 Error messages name the layer, the argument, the rule and the value found, like those of :mod:`pymoe._common.checks`.
 
-Constructors make parameters that fit, and ``load_state_dict`` preserves this; a user who assigns a parameter or
-replaces a module may break it. The operators would refuse most such parameters, but without naming the parameter, and
-torch would refuse the rest or broadcast them silently. Therefore the layers check their parameters.
+Constructors create parameters of the right shapes and dtypes, and ``load_state_dict`` keeps them so. But users may
+assign parameters or replace modules. The operators would reject most wrong parameters without naming them; torch would
+reject the others or broadcast them silently. Therefore the layers check their parameters.
 
 Parameters are checked directly before they are used: inside the call of the submodule that has them, or by the layer if
-it computes the result in place of the submodule. Before that call, parameters may be on another device, sharded or in
-another dtype, because FSDP, accelerate's offloading and others restore them in a hook of the call.
+it computes the result in place of the submodule. Earlier, parameters may be on another device, sharded or in another
+dtype, because FSDP, accelerate's offloading and others restore them only in a hook of that call.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_number(
     elif above is not None:
         rule = f"finite and greater than {above:g}"
     low = minimum is not None and value < minimum
-    finite = -sys.float_info.max <= value <= sys.float_info.max  # an int may be too large for a float
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite raises for ints beyond float's range
     if not finite or low or (above is not None and value <= above):
         raise ValueError(f"{layer}: {argument} must be {rule}, got {value}")
 
@@ -126,7 +126,7 @@ def check_flag(layer: str, argument: str, value: object) -> None:
 def check_network_options(
     layer: str, hidden_size: object, ffn_size: object, activation: object, bias: object, backend: object
 ) -> None:
-    """Raise unless these options of feed-forward networks have the right types and are in range."""
+    """Raise unless the options of a layer of feed-forward networks have the right types and are in range."""
     check_size(layer, "hidden_size", hidden_size)
     check_size(layer, "ffn_size", ffn_size)
     check_kind(layer, "activation", activation)
@@ -155,15 +155,15 @@ def warn_once(subject: str, message: str, stacklevel: int = 2) -> None:
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
 
 
-# Operands.
+# Operands of products.
 
 
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
     """Return the tokens of (..., H) as (T, H), one after the other in memory.
 
-    Every path through a layer calls this first, because the rounding of torch's matrix products depends on the strides
-    of their operands. This holds even for a single row, which torch calls contiguous whatever its strides are: so the
-    strides are compared here, not ``is_contiguous()``.
+    Every forward of a layer calls this first, because the rounding of torch's matrix products depends on the strides
+    of their operands, even for a single row. For a single row ``is_contiguous()`` ignores the row stride, so this
+    function compares the strides themselves.
 
     Args:
         x: (..., H).
@@ -217,7 +217,7 @@ def check_choice(x: Tensor, experts: Tensor, weights: Tensor) -> None:
 
 
 def _choice_fits(x: Any, experts: Any, weights: Any) -> bool:
-    """Return true only if :func:`check_choice` raises no error, as in :mod:`pymoe._common.contracts`."""
+    """Return true only if :func:`check_choice` would raise no error; see :mod:`pymoe._common.contracts`."""
     return (
         isinstance(x, Tensor)
         and isinstance(experts, Tensor)
@@ -238,7 +238,7 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 
     Args:
         name: name of the module in its layer.
-        networks: the module, an Experts or SharedExperts. (Their file imports this one.)
+        networks: the module, an ``Experts`` or ``SharedExperts``. (The module of these classes imports this one.)
         stack: the leading sizes of each parameter.
         x: rows to which the networks will be applied.
 
@@ -255,9 +255,10 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 
 
 def networks_fit(networks: Any, own: Mapping[str, Tensor | None], stack: tuple[int, ...], x: Tensor) -> bool:
-    """Return whether every parameter, in ``own`` by name, has the right shape, and the device and dtype of ``x``.
+    """Return whether all parameters of ``networks`` have the right shapes, and the device and dtype of ``x``.
 
-    Every call of a layer runs this, so it is one expression without messages, as in :mod:`pymoe._common.contracts`.
+    ``own`` contains the parameters by name. Every call of a layer runs this, so it is one fast expression without
+    messages, as in :mod:`pymoe._common.contracts`.
     """
     try:
         w_in, w_out, b_in, b_out = own["w_in"], own["w_out"], own["b_in"], own["b_out"]

@@ -1,9 +1,9 @@
-"""Checks whether a layer may do the work of one of its parts itself, instead of calling it.
+"""Checks whether a layer may do the work of one of its parts itself, instead of calling the part.
 
-Other code can change a call of a part in many ways: hooks of a module or of all modules, a ``forward`` that was
-replaced on the module or on its class, another class (parametrizations, FSDP), another module around it (PEFT),
-``module.compile()``. Code that replaces the call of a part checks here that there is none of these, which it would
-leave out.
+Other code can change the effect of calling a part in many ways: hooks of a module or of all modules, a ``forward`` that
+was replaced on the module or on its class, another class (parametrizations, FSDP), another module around it (PEFT),
+``module.compile()``. Code that does the work of a part without calling it would lose these effects, so it first checks
+here that there are none.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def attached_to(module: nn.Module, harmless: Callable[[Any], bool] | None = None
         if hooks and (harmless is None or not all(harmless(hook) for hook in hooks.values())):
             return "hooks"
     # torch.compile guards attributes that are read, but not the contents of ``__dict__``: reading ``module.forward``
-    # makes it compile again when ``forward`` is replaced. It cannot trace the ``__func__`` of a module's method nor,
-    # before torch 2.13, a method that ``__get__`` makes.
+    # makes it compile again when ``forward`` is replaced. torch.compile cannot trace the ``__func__`` of a module's
+    # method nor, before torch 2.13, a method that ``__get__`` makes.
     own = module.__dict__
     plain = module.forward is not None and hasattr(type(module).forward, "__get__")
     return "" if plain and "forward" not in own and "_call_impl" not in own else "a forward of its own"
 
 
 def _are_as_written(kinds: Any) -> bool:
-    """Return whether calls of these classes run only functions from their own or their bases' source, none patched."""
+    """Return whether calls of modules of these classes run only unpatched functions; see :func:`is_of_its_source`."""
     for kind in kinds:
         functions = (kind.forward, kind.__call__, kind._call_impl)
         if _as_written.get(kind) == functions:
@@ -77,18 +77,18 @@ def _are_as_written(kinds: Any) -> bool:
 
 
 def is_of_its_source(kind: type, name: str) -> bool:
-    """Return whether a function of a class comes from the source of the class, or of the base that defines it.
+    """Return whether a method of a class was defined in the Python module of the class, not patched in from elsewhere.
 
     Args:
-        kind: the class.
-        name: name of the function.
+        kind: the class; for an inherited method, the base class that has the method counts.
+        name: name of the method.
     """
     owner = next(base for base in kind.__mro__ if name in vars(base))
     source = sys.modules.get(owner.__module__)
     return source is not None and getattr(vars(owner)[name], "__globals__", None) is vars(source)
 
 
-# torch.compile calls these functions once, when it compiles, as it also checks hooks only once. It can neither trace
-# how they inspect sources nor guard the dictionary that they fill.
+# With this mark, torch.compile calls these functions once, while it compiles, and keeps their results as constants: it
+# can neither trace how they inspect sources nor guard the dictionary that they fill.
 _are_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_of_its_source._dynamo_marked_constant = True  # type: ignore[attr-defined]

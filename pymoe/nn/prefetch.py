@@ -1,6 +1,7 @@
 """prefetch_experts: makes layers prefetch the weights of chosen experts, for models that are larger than memory.
 
-The layers' native calls do it (csrc/ops/prefetch.h); this file finds the weights that are mapped from files.
+The layers' native calls do the prefetching (csrc/ops/prefetch.h). This module enables it for the weights that are
+mapped from files.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
     ``MADV_WILLNEED``); the disk reads them while the first experts are computed. Results have the same bits. Which
     pages stay in memory is up to the system, which drops those that were not used for longest.
 
-    Looking for missing pages takes time, 2 microseconds per MB, even if there are none: use this for models that do not
-    fit. If the process neither owns the files nor may write them, Linux does not tell it which pages are missing; all
-    pages of chosen experts are then asked for, which takes ten times as long if they are in memory. Copies and pickles
-    of layers keep the option, but their weights are not mapped from files, so they ask for nothing. Experts with hooks
-    or a function as their activation, and calls that record gradients do not prefetch.
-    ``torch.compile`` compiles a graph anew when the option is switched.
+    Looking for missing pages takes 2 microseconds per MB even if no page is missing: use this only for models that do
+    not fit into memory. If the process neither owns the files nor may write to them, Linux does not tell it which pages
+    are missing; the layer then asks for all pages of the chosen experts, which takes ten times as long if they are in
+    memory. Copies and pickles of layers keep the option, but it has no effect on them, since their weights are not
+    mapped from files. Nothing is prefetched for experts with hooks or with a function as the activation, nor in calls
+    that record gradients. ``torch.compile`` recompiles a graph when the option changes.
 
     Args:
-        model: any module; quantised experts that are mapped from files are found in it.
-        enabled: False turns prefetching off for all quantised experts.
+        model: any module that contains quantised experts.
+        enabled: False turns prefetching off for all quantised experts of the model.
 
     Returns:
-        The number of bytes of all weights that will be prefetched when chosen; 0 if not ``enabled``.
+        The number of bytes of all weights for which prefetching is on.
 
     Raises:
         TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
         ValueError: no quantised experts of ``model`` are mapped from files, or some are spread over ranks.
-        OSError: the system has no ``/proc/self/maps``, which says what is mapped.
+        OSError: the system has no ``/proc/self/maps``, the list of the process's mappings.
 
     Example:
         >>> import tempfile
@@ -82,7 +83,7 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
 
 
 class Mapping(NamedTuple):
-    """The range of addresses at which a part of a file is mapped."""
+    """A range of addresses to which a part of a file is mapped."""
 
     begin: int
     end: int
@@ -90,7 +91,7 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> list[Mapping]:
-    """Return the addresses at which files are mapped in this process, in order (proc(5))."""
+    """Return the ranges of addresses to which files are mapped in this process, in ascending order (proc(5))."""
     # Skip mappings without a file, whose inode is 0, and shared memory, which is not on a disk.
     line = re.compile(r"(\w+)-(\w+) \S+ \S+ \S+ [1-9]\d* +(/(?!dev/|memfd:|SYSV).*)")
     with open("/proc/self/maps", errors="surrogateescape") as maps:
@@ -99,7 +100,7 @@ def mappings() -> list[Mapping]:
 
 
 def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
-    """Return the prefetching that a weight allows: 0 none, 1 of missing pages only, 2 of all pages."""
+    """Return how a weight can be prefetched: 0 not at all, 1 only its missing pages, 2 all of its pages."""
     if not (packed.is_cpu and packed.nbytes):
         return 0
     address = packed.data_ptr()
@@ -108,7 +109,7 @@ def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
         return 0
     path = files[place].path
     try:
-        tells = os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid()  # the rule of mincore(2)
+        tells = os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid()  # as mincore(2) requires
     except OSError:  # the file has been removed
         tells = False
     return 1 if tells else 2

@@ -1,4 +1,4 @@
-"""Dense linear layers with weights in 8 or 4 bits, and quantize_linears, which rounds those of a model in place."""
+"""Dense linear layers with weights in 8 or 4 bits, and quantize_linears, which puts them into a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         packed: (1, ceil(N / 64), bytes) uint8.
         bias: (N,), or ``None``; a buffer.
         quantized_weight: the weights, (1, N, H), as :mod:`pymoe.ops` takes them. There is no ``weight``: reading it
-            raises :class:`AttributeError`, which says so.
+            raises :class:`AttributeError`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -96,13 +96,13 @@ class QuantizedDenseLinear(QuantizedLinear):
         *,
         bias: Tensor | None = None,
     ) -> QuantizedDenseLinear:
-        """Return a layer with ``weight``, (N, H) of any strides and a dtype of :func:`pymoe.ops.quantize_weight`.
+        """Return a layer with ``weight`` rounded to ``bits``.
 
         Args:
-            weight: the weights.
+            weight: (N, H), any floating dtype and strides.
             bits: 8 or 4.
             backend: as for the class.
-            format: as for the class.
+            format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`.
             bias: (N,), which the layer keeps without a copy; or None.
         """
         return cls.from_quantized(operators(backend).quantize_weight(weight[None], bits, format), backend, bias=bias)
@@ -128,26 +128,26 @@ class QuantizedDenseLinear(QuantizedLinear):
 
     @property
     def in_features(self) -> int:
-        """Return H, under the name that :class:`torch.nn.Linear` has for it."""
+        """Return H; the property has the name that it has in :class:`torch.nn.Linear`."""
         return self.input_features
 
     @property
     def out_features(self) -> int:
-        """Return N, under the name that :class:`torch.nn.Linear` has for it."""
+        """Return N; the property has the name that it has in :class:`torch.nn.Linear`."""
         return self.output_features
 
     @property
     def qweight(self) -> Tensor:
-        """Return ``packed``, under the name that PEFT reads to find the device of packed layers."""
+        """Return ``packed``. PEFT reads this attribute to find the device of quantised layers."""
         return self.packed
 
     @property
     def weight(self) -> NoReturn:  # type: ignore[override]
-        """Refuse: no tensor holds the weights. The error is an AttributeError, so that ``hasattr`` returns False."""
+        """Raise AttributeError, so that ``hasattr`` returns False: there is no tensor of unpacked weights."""
         raise AttributeError(_NO_WEIGHT)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # Python calls this after the property has raised, and the message would be lost
+        if name == "weight":  # Python calls this when the property has raised, and would show another message
             raise AttributeError(_NO_WEIGHT)
         return super().__getattr__(name)
 
@@ -175,8 +175,9 @@ class QuantizedDenseLinear(QuantizedLinear):
         return super().forward(x, None, bias)
 
     def _is_direct(self, x: Tensor, packed: Any, bias: Tensor | None) -> bool:
-        """Return whether the native call can take these unchanged. This skips the usual checks, which cost more than
-        it.
+        """Return whether the native call accepts these arguments, so that :meth:`forward` can skip the usual checks.
+
+        Those checks take longer than the call itself.
         """
         return (
             self.backend == "native"
@@ -199,7 +200,7 @@ class QuantizedDenseLinear(QuantizedLinear):
         )
 
 
-# quantize_linears.
+# Rounding of the dense layers of a model.
 
 SMALLEST = 32
 """Smallest number of inputs and outputs of a layer that is rounded by default: smaller layers have few bytes."""
@@ -207,7 +208,7 @@ SMALLEST = 32
 _NAMES = re.compile(
     r"(^|\.)("
     r"[qkvo]_proj|qkv_proj|kv_proj|(q|kv)_b_proj|q_a_proj|kv_a_proj_with_mqa|o_b_proj|"  # attention
-    r"\w*attn\.(out_proj|in_proj_(qkvz?|z))|"  # attention, and linear attention
+    r"\w*attn\.(out_proj|in_proj_(qkvz?|z))|"  # other attention, and linear attention
     r"(gate|up|gate_up|down)_proj|(input|output)_linear|fc[12]|w[123]|"  # dense networks and shared experts
     r"lm_head)$"
 )
@@ -234,13 +235,13 @@ def is_dense(name: str, linear: nn.Linear | QuantizedDenseLinear) -> bool:
 def linears_of(
     model: nn.Module, tied: Iterable[str] = (), select: Select = is_dense, packed: bool = False
 ) -> dict[str, nn.Linear]:
-    """Return the layers of a model that would be rounded, by their paths.
+    """Return the linear layers of a model that :func:`quantize_linears` would round, by their paths.
 
     Args:
         model: any module.
-        tied: names of parameters that will share their memory with others, in addition to those that do now.
+        tied: names of parameters that will share memory with others, in addition to those that already do.
         select: as for :func:`quantize_linears`.
-        packed: also return layers that are rounded already.
+        packed: also return each :class:`QuantizedDenseLinear`, which has been rounded already.
     """
     tied = {*tied, *_shared(model)}
     found: dict[str, Any] = {}
@@ -258,7 +259,7 @@ def linears_of(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an nn.Linear itself, not of a subclass other than a parametrization's."""
+    """Return whether the class of a module is nn.Linear, disregarding the subclass that a parametrization creates."""
     return isinstance(module, nn.Linear) and (type(module) is nn.Linear or parametrize.is_parametrized(module))
 
 
@@ -266,8 +267,8 @@ def _is_linear(module: nn.Module) -> bool:
 def _reads_weight(kind: type, own: str) -> bool:
     """Return whether a method or property of a class reads ``self.OWN.weight``, which a quantised layer lacks.
 
-    Some models ask for the dtype of that weight, or multiply by it themselves. Reads through another name, such as a
-    local variable, are not detected; they raise the AttributeError of :class:`QuantizedDenseLinear`.
+    Some models read the dtype of that weight, or multiply by it themselves. Reads through another name, such as a
+    local variable, are not detected; after quantisation they raise AttributeError.
     """
     members = [
         member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -276,7 +277,7 @@ def _reads_weight(kind: type, own: str) -> bool:
         if name != "_init_weights"
     ]
     codes = [inspect.unwrap(member).__code__ for member in members if inspect.isfunction(member)]
-    for code in codes:  # the loop appends the codes of nested functions
+    for code in codes:  # the loop appends the code objects of nested functions
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
         names = [instruction.argval for instruction in dis.get_instructions(code)]
         if (own, "weight") in itertools.pairwise(names):
@@ -288,8 +289,8 @@ def _reads_weight(kind: type, own: str) -> bool:
 def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None = None) -> Quantized:
     """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place.
 
-    Each becomes a :class:`QuantizedDenseLinear` and keeps its bias. :func:`quantize_experts` does so for experts. By
-    default, these layers are rounded, by the names that models of transformers give them:
+    Each becomes a :class:`QuantizedDenseLinear` and keeps its bias. :func:`quantize_experts` does the same for experts.
+    By default, layers with the following names are rounded, which are those of models of transformers:
 
     - attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``qkv_proj``, those of multi-head latent attention
       (``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``, ``kv_b_proj``, ``kv_proj``, ``o_b_proj``), ``out_proj`` in a
@@ -301,18 +302,19 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
     All others stay: routers and gates, indexers, state spaces, embeddings, norms, layers with fewer than 32 inputs or
     outputs, subclasses of :class:`torch.nn.Linear`, layers that share their weight with another module, such as a head
     that is tied to the embedding, and those whose parent reads ``self.NAME.weight`` itself. The shared experts of a
-    :class:`MoE` stay because they are not linear layers of torch. Towers for images and sounds are treated by the same
-    names. ``kept`` of the result names every :class:`torch.nn.Linear` that stayed.
+    :class:`MoE` stay because they are not linear layers of torch. The same names decide in image and audio encoders.
+    ``kept`` of the result names every :class:`torch.nn.Linear` that stayed.
 
     Layers are rounded one after another, and the weight of each is freed before the next one begins. A weight that is
     not finite is only found when its layer is reached: the earlier layers are then rounded, the others are not.
 
     Args:
-        model: any module, but not itself a :class:`torch.nn.Linear`. It is in evaluation mode, or the layers require
-            no gradients.
+        model: any module except a :class:`torch.nn.Linear` itself. It must be in evaluation mode, or the layers must
+            not require gradients.
         bits: 8 or 4.
         select: takes the path of a layer and the layer, and returns whether to round it. It replaces the rules above on
-            names and sizes. Subclasses, shared weights and those that a parent reads are never rounded.
+            names and sizes. Subclasses, layers that share their weight and layers whose weight the parent reads are
+            never rounded.
 
     Returns:
         The number of layers that were rounded, the bytes of their weights before and after, and the names of the
@@ -320,8 +322,8 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
     Raises:
         TypeError: ``model`` is not a module, ``bits`` is not an int, ``select`` cannot be called, or a weight is not
-            float32, bfloat16 or float16, or of a subclass that holds other tensors, as torchao leaves them.
-        ValueError: ``bits`` is neither 8 nor 4; there are no such layers; or one of them is in training mode and
+            float32, bfloat16 or float16, or is of a tensor subclass that wraps other tensors, such as torchao's.
+        ValueError: ``bits`` is neither 8 nor 4; there are no layers to round; or one of them is in training mode and
             requires gradients, has hooks, a ``forward`` of its own or a parametrization, is wrapped by an adapter of
             PEFT or by ``torch.compile``, is offloaded or spread over ranks, or has a weight that is not finite.
 
@@ -370,7 +372,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers that a module of PEFT or of torch.compile wraps, under the names that they had without it."""
+    """Yield the layers that PEFT or torch.compile has wrapped in another module, with the names of these modules."""
     for name, module in model.named_modules():
         path, _, own = name.rpartition(".")
         if own in ("base_layer", "_orig_mod") and isinstance(module, nn.Linear):
@@ -378,7 +380,7 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _shared(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters whose memory begins where that of another parameter or of a buffer begins."""
+    """Yield the names of parameters and buffers whose memory begins at the same address as that of another."""
     first: dict[Any, str] = {}
     for path, module in model.named_modules():
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -405,13 +407,13 @@ def _check_linear(name: str, linear: nn.Linear) -> None:
             f"{place} have layers that nothing is attached to, as others take their place, got {name!r} with {lost}; "
             f"remove it first, load the model without offloading, and compile after this"
         )
-    whole = tuple(linear.weight.shape) == (linear.out_features, linear.in_features)  # not so inside FSDP
-    if not whole or hasattr(linear.weight, "full_tensor"):  # a DTensor; its class would be slow to import
+    whole = tuple(linear.weight.shape) == (linear.out_features, linear.in_features)  # false inside FSDP
+    if not whole or hasattr(linear.weight, "full_tensor"):  # a DTensor; importing the class is slow
         raise ValueError(
             f"{place} have whole weights, got {name!r} with weights that are spread over ranks, as fully_shard leaves "
             f"them; quantise first"
         )
-    if hasattr(linear.weight, "__tensor_flatten__"):  # a subclass that holds tensors of its own
+    if hasattr(linear.weight, "__tensor_flatten__"):  # a tensor subclass that wraps other tensors
         raise TypeError(
             f"{place} have weights that are plain tensors, got a {type(linear.weight).__name__} in {name!r}, as "
             f"another method of quantisation leaves them; select the layers that it has left alone"

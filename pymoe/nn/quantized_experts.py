@@ -1,4 +1,4 @@
-"""Experts with weights in 8 or 4 bits, and quantize_experts, which rounds those of a model in place."""
+"""Experts with weights in 8 or 4 bits, and quantize_experts, which rounds the experts of a model in place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class QuantizedLinear(nn.Module):
     """
 
     packed: Tensor
-    format: WeightFormat = "int"  # for modules pickled by earlier versions, which lack the attribute
+    format: WeightFormat = "int"  # the default for modules pickled by versions without this attribute
     prefetch: Prefetch = 0  # set by prefetch_experts
 
     def __init__(
@@ -97,7 +97,7 @@ class QuantizedLinear(nn.Module):
     def from_weight(
         cls, weight: Tensor, bits: int, backend: Backend = "native", format: WeightFormat = "int"
     ) -> QuantizedLinear:
-        """Return a layer with ``weight``, (E, N, H) of any floating dtype and strides, rounded to ``bits``."""
+        """Return a layer with ``weight``, (E, N, H), any floating dtype and strides, rounded to ``bits``."""
         return cls.from_quantized(operators(backend).quantize_weight(weight, bits, format), backend)
 
     @classmethod
@@ -114,7 +114,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> QuantizedWeight:
         """Return the weights in the form that :mod:`pymoe.ops` takes."""
-        packed: Any = self._buffers["packed"]  # twice as fast as the attribute
+        packed: Any = self._buffers["packed"]  # twice as fast as self.packed
         sizes = self.output_features, self.input_features
         return QuantizedWeight(packed, self.bits, *sizes, self.format, self.prefetch)
 
@@ -122,7 +122,7 @@ class QuantizedLinear(nn.Module):
     """Another name for ``weight``, which also works in subclasses that redefine ``weight``."""
 
     def forward(self, rows_SH: Tensor, offsets: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Apply the linear layer of its expert to every row.
+        """Apply the linear layer of each expert to the rows of that expert.
 
         Args:
             rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`; (..., H) without offsets.
@@ -135,13 +135,13 @@ class QuantizedLinear(nn.Module):
         """
         if bias is not None:
             (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]
-            bias = bias.to(rows_SH.dtype)  # once, into autocast's dtype if there is one
+            bias = bias.to(rows_SH.dtype)  # after autocast has chosen the dtype
         rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.quantized_weight, offsets, bias)
         return rows
 
     @property
     def sizes(self) -> Tensor:
-        """Return (3,) int64 on the CPU, for the state dict: the number of the format, N and H."""
+        """Return (3,) int64 on the CPU: the number of the format, N and H, as the state dict has them."""
         return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -176,11 +176,11 @@ class QuantizedLinear(nn.Module):
             unexpected_keys.remove(key)
 
     def __getitem__(self, expert: object) -> NoReturn:
-        """Refuse the index: no tensor holds the weights of one expert."""
+        """Raise TypeError: packed weights cannot be indexed by expert."""
         raise TypeError(_NO_TENSOR)
 
     def transpose(self, dim0: int, dim1: int) -> NoReturn:
-        """Refuse, as for an index: transformers' other implementations of experts transpose all weights."""
+        """Raise TypeError: packed weights cannot be transposed."""
         raise TypeError(_NO_TENSOR)
 
     def extra_repr(self) -> str:
@@ -230,7 +230,7 @@ class QuantizedExperts(nn.Module):
 
     b_in: Tensor | None
     b_out: Tensor | None
-    format: WeightFormat = "int"  # as for QuantizedLinear
+    format: WeightFormat = "int"  # the default for old pickles, as in QuantizedLinear
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class QuantizedExperts(nn.Module):
         return quantized.train(experts.training)
 
     def forward(self, rows_SH: Tensor, offsets: Tensor) -> Tensor:
-        """Apply the network of its expert to every row.
+        """Apply the network of each expert to the rows of that expert.
 
         Args:
             rows_SH: (S, H) float32, bfloat16 or float16, from :func:`pymoe.ops.dispatch`.
@@ -301,17 +301,16 @@ class QuantizedExperts(nn.Module):
         return rows
 
     def fits(self, num_experts: int, hidden_size: int, device: torch.device) -> bool:
-        """Return whether weights and biases are on ``device``, for ``num_experts`` networks with rows of
-        ``hidden_size``.
+        """Return whether weights and biases are on ``device``, with E = ``num_experts`` and H = ``hidden_size``.
 
         Packed weights are padded, so the checks of a native call would accept some weights of wrong sizes.
         """
-        modules: Any = self._modules  # without Module.__getattr__, which costs half a microsecond for each name
+        modules: Any = self._modules  # avoid Module.__getattr__, which takes half a microsecond per name
         biases = self._buffers
         try:
             w_in, w_out, b_in, b_out = modules["w_in"], modules["w_out"], biases["b_in"], biases["b_out"]
             packed_in, packed_out = w_in._buffers["packed"], w_out._buffers["packed"]
-        except KeyError:  # the user has replaced one of them
+        except KeyError:  # a part that the user has replaced may lack these names
             return False
         inner = (2 if is_gated(self.activation) else 1) * w_out.input_features
         return (
@@ -330,24 +329,24 @@ class QuantizedExperts(nn.Module):
         )
 
 
-# quantize_experts.
+# Quantisation of the experts of a model.
 
 
 class Quantized(NamedTuple):
-    """The result of :func:`quantize_experts`, and of :func:`quantize_linears`."""
+    """The result of :func:`quantize_experts` or of :func:`quantize_linears`."""
 
     layers: int
-    """Number of layers, of experts or dense ones, that were quantised."""
+    """Number of modules that were quantised: experts modules or dense layers."""
     bytes_before: int
-    """Bytes that their weights took before."""
+    """Size of their weights before, in bytes."""
     bytes_after: int
-    """Bytes that their weights take now."""
+    """Size of their weights now, in bytes."""
     kept: tuple[str, ...] = ()
     """Names of every :class:`torch.nn.Linear` that :func:`quantize_linears` left as it was."""
 
     @property
     def ratio(self) -> float:
-        """``bytes_before / bytes_after``."""
+        """Return ``bytes_before / bytes_after``."""
         return self.bytes_before / self.bytes_after
 
 
@@ -371,8 +370,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     and 11.5 % with "mxfp"), for normally distributed weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
-    it is removed. :func:`pymoe.nn.save_quantized` writes a layer into a file, and ``save_pretrained`` a model of
-    transformers. ``from_pretrained`` can also quantise a model while it reads it: see
+    the parametrization is removed. :func:`pymoe.nn.save_quantized` saves a quantised layer, and ``save_pretrained`` a
+    quantised model of transformers. ``from_pretrained`` can also quantise a model while reading it: see
     :class:`pymoe.integrations.transformers.PymoeConfig`.
 
     Layers are quantised one after another, and the original weights of each are freed before the next one begins. A
@@ -381,8 +380,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     dict of another quantised model: ``load_state_dict(state, assign=True)``.
 
     Args:
-        model: any module, but not itself an :class:`Experts`. It is in evaluation mode, or its experts require no
-            gradients.
+        model: any module except an :class:`Experts` itself. It must be in evaluation mode, or its experts must not
+            require gradients.
         bits: 8 or 4; 4 for "mxfp", 8 for "fp".
         format: "int", "mxfp" or "fp", as for :func:`pymoe.ops.quantize_weight`. A model on the meta device may also
             get "affine" with 8, 4 or 2 bits, or "symmetric" with 8; this function cannot round weights to these two.
@@ -392,7 +391,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
 
     Raises:
         TypeError: ``model`` is not a module, ``bits`` is not an int, ``format`` is not a str, or weights are float64 or
-            of a subclass that holds other tensors, as torchao leaves them.
+            of a tensor subclass that wraps other tensors, such as torchao's.
         ValueError: ``bits`` and ``format`` are not as above; there are no experts to quantise; some experts are in
             training mode and require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
@@ -461,7 +460,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must have experts that torch.compile has not wrapped, got {path!r}, which would "
             f"run the weights that it was made with; quantise first, and compile then"
         )
-    if any(hasattr(weight, "full_tensor") for weight in weights):  # a DTensor; its class would be slow to import
+    if any(hasattr(weight, "full_tensor") for weight in weights):  # a DTensor; importing the class is slow
         raise ValueError(
             f"quantize_experts: model must have whole weights, got {name!r} with weights that are spread over ranks, "
             f"as fully_shard leaves them; quantise first"
@@ -476,7 +475,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must have weights in float32, bfloat16 or float16, as rows are multiplied with "
             f"quantised ones, got float64 in {name!r}"
         )
-    if others := [weight for weight in weights if hasattr(weight, "__tensor_flatten__")]:  # it holds tensors of its own
+    if others := [weight for weight in weights if hasattr(weight, "__tensor_flatten__")]:  # they wrap other tensors
         raise TypeError(
             f"quantize_experts: model must have weights that are plain tensors, got a {type(others[0]).__name__} in "
             f"{name!r}, as another method of quantisation leaves them; quantise with one method alone"
@@ -494,7 +493,7 @@ def _check_weights(name: str, experts: nn.Module) -> None:
 
 
 def lost_with(experts: Experts) -> str:
-    """Name what a call of a module would lose if the module were replaced; return "" if nothing."""
+    """Name what calls would lose if another module replaced ``experts``, such as hooks; return "" if nothing."""
     plain = is_of_its_source(Experts, "forward") and all(
         getattr(type(experts), name) is getattr(Experts, name) for name in ("forward", "__call__", "_call_impl")
     )
@@ -502,7 +501,7 @@ def lost_with(experts: Experts) -> str:
 
 
 def places_of(model: nn.Module, modules: Iterable[nn.Module]) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return, by the ``id`` of each module, all its parents and its names in them."""
+    """Return all pairs (parent, name in the parent) of each module, keyed by the ``id`` of the module."""
     places: dict[int, list[tuple[nn.Module, str]]] = {id(module): [] for module in modules}
     for parent in model.modules():
         for name, child in parent._modules.items():
@@ -512,7 +511,7 @@ def places_of(model: nn.Module, modules: Iterable[nn.Module]) -> dict[int, list[
 
 
 def _quantize_in_place(experts: nn.Module, bits: int, format: WeightFormat) -> None:
-    """Replace all weights of a module, or none if one of them cannot be quantised."""
+    """Quantise all weights of a module in place. If one cannot be quantised, raise without changing any."""
     layers = {
         name: QuantizedLinear.from_weight(weight.detach(), bits, format=format).train(experts.training)
         for name, weight in _weights_of(experts).items()

@@ -21,7 +21,7 @@ from pymoe.nn.router import Router
 FORMAT = 2
 """Version of the files: the layout of packed bytes, and the names of tensors and options."""
 OLD_INT4 = ", whose integers of 4 bits have another layout: quantise the original weights again"
-"""Text of errors about files of version 1, which differs from version 2 only in this layout."""
+"""Text of errors about files of version 1, which differs from version 2 only in the layout of 4-bit integers."""
 
 _ROUTER = ("top_k", "score", "renormalize", "bias_update_rate", "num_groups", "topk_groups", "scale")
 _KEY = "pymoe"
@@ -29,7 +29,7 @@ _KEY = "pymoe"
 
 
 def is_read(version: object, *formats: tuple[object, object]) -> bool:
-    """Return whether files of ``version`` with weights of these (format, bits) pairs can be read."""
+    """Return whether this pymoe can read files of ``version`` with weights of these (format, bits) pairs."""
     return version == FORMAT or (version == 1 and ("int", 4) not in formats)
 
 
@@ -43,8 +43,8 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: the package safetensors is not installed.
         TypeError: ``layer`` is not a :class:`MoE`, or its class is derived from it.
-        ValueError: its experts are not quantised, their weights have different formats, or the layer has something that
-            a file cannot contain: other parts, hooks, a ``forward`` of its own.
+        ValueError: the experts of ``layer`` are not quantised, their weights have different formats, or the layer has
+            something that a file cannot contain: parts of other classes, hooks, a ``forward`` of its own.
 
     Example:
         >>> import os, tempfile
@@ -76,7 +76,7 @@ def save_quantized(layer: MoE, path: str | os.PathLike[str]) -> None:
         )
     described = {"version": FORMAT, "bits": experts.bits, "format": experts.format, "options": _options(layer)}
     path = Path(path)
-    part_of_file = path.with_name(path.name + ".part")  # the layer may be mapped from the file that it replaces
+    part_of_file = path.with_name(path.name + ".part")  # the layer may be mapped from the file at `path`
     _safetensors().torch.save_file(tensors, part_of_file, metadata={"format": "pt", _KEY: json.dumps(described)})
     os.replace(part_of_file, path)
 
@@ -112,7 +112,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
     except (safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"load_quantized: expected a whole file of save_quantized, got {path}: {error}") from error
     version, bits = described.get("version"), described.get("bits")
-    form = described.get("format", "int")  # files of earlier versions hold integers
+    form = described.get("format", "int")  # files of earlier versions lack the key
     if not is_read(version, (form, bits)):
         raise ValueError(
             f"load_quantized: expected a file of save_quantized of version {FORMAT}, got {path} with "
@@ -141,7 +141,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
 
 
 def _options(layer: MoE) -> dict[str, Any]:
-    """Return the constructor's arguments for such a layer, and ``row_invariant``, which is set afterwards."""
+    """Return the arguments that construct a layer like ``layer``, and ``row_invariant``, which is set afterwards."""
     experts, router = layer.experts, layer.router
     shared = 0 if layer.shared is None else layer.shared.ffn_size // experts.ffn_size
     return {
@@ -164,7 +164,7 @@ def _options(layer: MoE) -> dict[str, Any]:
 
 
 def _safetensors() -> Any:
-    """Return the package safetensors; its functions for torch are in ``.torch``."""
+    """Import and return the package safetensors, with its submodule ``torch``."""
     try:
         import safetensors.torch
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""Runs the experts of a mixture, with or without the gate that chooses them, as one node of autograd.
+"""Runs the experts of a layer, with or without the gate that chooses them, as one node of autograd.
 
 Separate operators are separate nodes, and for a few tokens the overhead of a node exceeds the run time of its kernel.
-This node makes one native call, which runs the same kernels, and its backward pass runs the kernels of the operators'
-backward passes, so gradients have the same bits. They may be differentiated again. For that purpose the node also
-returns the intermediate tensors between operators, which get gradients in a second backward pass.
+This node runs the same kernels in one native call, and its backward runs the kernels of the operators' backward passes,
+so outputs and gradients have the same bits. Gradients can be differentiated again: for that purpose the node also
+returns the intermediate tensors between the operators, which get gradients in a second backward pass.
 
 The node is for eager code outside of transforms, on the CPU: see :func:`is_one_node`. On a GPU the operators run one
 after the other, each with its own node, except that the router's product, its gate and the routing are one node
@@ -47,15 +47,17 @@ Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 def is_one_node(x: Tensor) -> bool:
-    """Return whether a differentiated call, outside of transforms, may be one node: on the CPU, without hooks.
+    """Return whether a call with gradients, outside of transforms, may be one node.
+
+    The call must be on the CPU, without hooks of saved tensors and outside of ``torch.jit.trace``.
 
     Hooks of saved tensors, such as those of ``torch.utils.checkpoint``, receive the tensors that nodes save. A
-    checkpoint compares the tensors that a recomputation saves with those that the forward saved. So both must consist
-    of the same nodes, even if a part of the layer had a hook in only one of them, for example because it was removed
-    between them.
+    checkpoint requires that the recomputation saves the same tensors as the forward, hence that both run the same
+    nodes. With one node this could fail: a run in which a part of the layer has a hook uses separate nodes, and the
+    hook may be removed between the forward and the recomputation.
 
-    ``torch.jit.trace`` only follows the tensors among the arguments of a node. All other arguments would stay as they
-    were in the example: the logits that are read, and the load that is counted.
+    ``torch.jit.trace`` only follows the tensors among the arguments of a node. Everything else would become a constant:
+    here the logits, which are inside a tuple, and the load that is counted.
     """
     canaries.thread_states()
     traces = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and documented, but not in an __all__
@@ -71,7 +73,7 @@ def apply_experts_recorded(
     capacity: int | None,
     foreign_experts: bool,
 ) -> Tensor:
-    """Return (T, O); the arguments are the same as for the native ``apply_experts``."""
+    """Return the output (T, O). The arguments are those of the native ``apply_experts``."""
     y: Tensor = apply(_Experts, x, weights, *parameters, experts, activation, capacity, foreign_experts)[0]
     return y
 
@@ -86,13 +88,14 @@ def apply_chosen_experts_recorded(
     activation: ActivationOptions,
     capacity: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (T, O) and the load (E,); the arguments are the same as for the native ``apply_chosen_experts``.
+    """Return the output (T, O) and the load (E,).
 
-    ``carrier`` has the values of ``logits`` and receives the gradient that comes back through the weights of the
-    choice: it is ``logits``, or a result of :func:`count_and_inject`.
+    All arguments except ``carrier`` are those of the native ``apply_chosen_experts``. ``carrier`` has the values of
+    ``logits``, and gets the gradient that flows back through the weights of the choice. It is ``logits`` itself, or a
+    result of :func:`count_and_inject`.
     """
-    # Hide the logits in a tuple, so that they are not another input: that input would have no gradient, and compiled
-    # autograd cannot add a missing gradient to others.
+    # Hide the logits in a tuple, so that autograd does not see them as an input: the node returns no gradient for them,
+    # and compiled autograd cannot add a missing gradient to the gradients that the logits get from elsewhere.
     read = (private.unwrap_if_dead(logits),)
     y, load, *_ = apply(_ChosenExperts, x, carrier, *parameters, read, bias, options, activation, capacity)
     return y, load
@@ -130,13 +133,13 @@ _KERNELS = _Operators(
     lambda rows, slot, *_: COMBINE(rows, slot, None),
     GATE_TOPK_BACKWARD,
 )
-"""The native operators that these Functions run."""
+"""The native operators that the Functions in ``_FUNCTIONS`` run."""
 
 
 class _Needs(NamedTuple):
-    """Flags that say for which of a node's first six arguments gradients are needed.
+    """For each of a node's first six arguments, whether its gradient is needed.
 
-    ``weights`` are the weights of the choices, or for :class:`_ChosenExperts` the logits from which it computes them.
+    ``weights`` is the weights of the choices; for :class:`_ChosenExperts` it is the logits that determine them.
     """
 
     x: bool
@@ -148,13 +151,14 @@ class _Needs(NamedTuple):
 
 
 class _Node(torch.autograd.Function):
-    """Base class of both nodes. Their first arguments are the fields of :class:`_Needs`.
+    """Base class of both nodes. The first six arguments of a node are named by :class:`_Needs`.
 
-    A kept graph may run backward in several threads at once, so a pass leaves nothing on ``ctx``. The only exception is
-    the first part of a pass in two parts (:mod:`pymoe.pipe.split_backward`), since a graph has only one such pass.
+    Several threads may run the backward of a retained graph at once, so a backward pass stores nothing on ``ctx``. The
+    only exception is the first part of a pass in two parts (:mod:`pymoe.pipe.split_backward`): a graph has only one
+    such pass.
     """
 
-    # A pipeline may compute the gradients of the parameters later.
+    # Tells pipelines that they may compute the gradients of the parameters later than those of the inputs.
     backward_in_parts = True
     takes_missing_gradients = True
 
@@ -169,7 +173,7 @@ class _Node(torch.autograd.Function):
         activation: ActivationOptions,
         whole: bool,
     ) -> None:
-        """Save the tensors that the possible gradients need, in the order of :meth:`go_back`, and then ``others``."""
+        """Save the tensors that the backward may need, in the order of :meth:`go_back`'s ``saved``, then ``others``."""
         rows, inner, active, outer, slot, token, offsets = steps
         ctx.asked = ctx.needs_input_grad
         needs = _Needs(*ctx.asked[:6])
@@ -196,7 +200,7 @@ class _Node(torch.autograd.Function):
     def start(ctx: Any) -> tuple[_Operators, list[Any]]:
         """Return the operators for a backward pass, and the tensors that :meth:`keep` saved.
 
-        The node then drops these tensors, unless its graph is kept for another pass.
+        Remove the saved tensors from the node, unless the graph is retained.
         """
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
@@ -216,14 +220,14 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, of the weights, and of w_in, b_in, w_out and b_out.
 
-        Each tensor is dropped as soon as separate nodes would drop it, so that the peak memory is the same.
+        Each tensor is freed as early as it would be by separate nodes, so the peak memory is the same.
 
         Args:
             ctx: the context of the node.
             run: the operators.
             saved: rows, inner, active, outer, weights, slot, token, offsets, w_in and w_out. The list is emptied.
             dy: the gradient of the output y.
-            drows: the gradient of the output rows; like the next three, only a second backward pass has it.
+            drows: the gradient of the output rows; given only in a second backward pass, like the next three.
             dinner: the gradient of the output inner.
             dactive: the gradient of the output active.
             douter: the gradient of the output outer.
@@ -302,10 +306,11 @@ class _Experts(_Node):
 
 
 class _ChosenExperts(_Node):
-    """The gate and the experts that it chooses. It takes the logits twice, as ``logits`` and as ``carrier``.
+    """Runs the gate and the experts that it chooses. It takes the logits twice, as ``carrier`` and inside ``read``.
 
-    The gradient of the weights goes to ``carrier``. The backward pass of the gate reads ``logits``. A second
-    backward pass that reaches ``logits`` has not come through the weights, so it neither counts nor injects.
+    The backward pass gives the gradient of the logits to ``carrier``, where :func:`count_and_inject` acts on it. It
+    computes this gradient from the logits in ``read``, so a second backward pass gives their gradient to these logits,
+    and neither counts nor injects again.
     """
 
     @staticmethod
@@ -340,7 +345,7 @@ class _ChosenExperts(_Node):
         dy, _, drows, dinner, dactive, douter, dweights = grads
         del grads
         run, saved = _Node.start(ctx)
-        experts, logits = saved.pop(), saved.pop()  # torch 2.11, when it traces this, makes a tuple of a starred name
+        experts, logits = saved.pop(), saved.pop()  # torch 2.11 traces `*saved, logits, experts = ...` wrongly
         dx, through, *of_parameters = _Node.go_back(ctx, run, saved, dy, drows, dinner, dactive, douter)
         dlogits, dweights = None, _added(dweights, through)
         if dweights is not None and ctx.needs_input_grad[1]:
@@ -375,17 +380,17 @@ class _CountAndInject(torch.autograd.Function):
 
 
 def count_and_inject(logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None) -> Tensor:
-    """Return the values of ``logits``. When the gradient of the gate's weights comes back to them, count the load as
-    :func:`pymoe.nn.local_tensors.count_on_backward` does, and add the gradient of the injected losses.
+    """Return the values of ``logits``; the backward of the result counts the load, and adds the losses' gradient.
 
-    This cannot be attached to the weights, which the node makes and uses itself, nor to its output, which may be
-    changed in place.
+    The counting is that of :func:`pymoe.nn.local_tensors.count_on_backward`. Unlike there, the function of autograd is
+    not attached to the weights of the choice, since they exist only inside the node; nor can it be attached to the
+    node's output, which the caller may change in place.
 
     Args:
         logits: (T, E), from which a gate will choose.
-        load: empty; the caller appends the load (E,) once there is one.
-        total: (E,) int64, changed in place; None counts nothing.
-        injected: the losses, or None.
+        load: an empty list, to which the caller appends the load (E,) before the backward pass.
+        total: (E,) int64, to which the backward pass adds the load; None counts nothing.
+        injected: the factors of the injected losses, or None.
     """
     passed: Tensor = apply(_CountAndInject, logits, load, total, injected)
     return passed

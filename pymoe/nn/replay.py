@@ -1,7 +1,7 @@
 """Routing replay: a forward that sends every token to the experts that were recorded in earlier forwards.
 
-Reinforcement learning needs it, because the program that generates and the one that trains may choose different experts
-for the same token.
+Reinforcement learning needs this, because the program that generates and the program that trains may choose different
+experts for the same token.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Routes:
         """Join the routes of all forwards along each sequence; return them as those of one forward over all tokens.
 
         Raises:
-            ValueError: there is no forward, or several whose tokens are not (B, S) with the same B, or that called
-                other layers.
+            ValueError: there is no forward; or there are several, and some have tokens that are not (B, S) with the
+                same B, or called other layers.
         """
         if not self.forwards:
             raise ValueError("Routes: expected at least one recorded forward, got none")
@@ -89,7 +89,7 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
             loss = criterion(model(ids[:, :-1]))  # the last token was generated, but not given to the model
             loss.backward()
 
-    The forwards that activation checkpointing repeats in a backward pass are not recorded. Recording changes no bits.
+    Forwards that activation checkpointing repeats in a backward pass are not recorded. Recording changes no results.
 
     Args:
         model: a model with :class:`pymoe.nn.MoE` layers, or one of transformers whose experts are behind its interface,
@@ -100,9 +100,10 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has no such layers, or some whose choice cannot be observed.
-        RuntimeError: at the end of the block, no forward was seen, or one that called no layer, as with code that was
-            compiled before; within the block, code is compiled, or a layer runs twice in a forward or outside of one.
+        ValueError: the model has no such layers, or the choice of one of them cannot be observed.
+        RuntimeError: at the end of the block, if no forward was recorded, or one without a call of a layer (code that
+            was compiled before the block is not recorded); within the block, if code is compiled, or if a layer runs
+            twice in a forward of the model, or outside of one.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
@@ -119,7 +120,7 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
     watched = _Watched("record_routing", model, layers, lambda shape, ids: routes.forwards.append(Forward(shape, ids)))
 
     def keep(name: str, experts_TK: Tensor) -> None:
-        if private.current_graph_task_id() != -1:  # a forward that is repeated in the backward pass
+        if private.current_graph_task_id() != -1:  # a forward that is recomputed in the backward pass
             return
         watched.check_within(name)
         choices = routes.forwards[-1].choices
@@ -142,26 +143,27 @@ def record_routing(model: nn.Module) -> Iterator[Routes]:
 def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
     """Make one forward of ``model`` within a ``with`` block, and its backward pass, use the recorded experts.
 
-    The weights of these experts are computed from the router's present scores, by the router's own rule, and gradients
-    reach the router through them (the routing replay of R3, arXiv 2510.11370). If neither weights nor inputs have
-    changed, the forward has the bits of the recorded one. The routes of several recorded forwards, as of a prompt and
-    the tokens that were generated after it, are joined along each sequence, for one forward over all of them.
+    The router computes the weights of the recorded experts from its present scores, by its usual rule, and gets
+    gradients through them (the routing replay of R3, arXiv 2510.11370). If neither the model nor its inputs have
+    changed, the output is bit for bit that of the recorded forward. The routes of several recorded forwards, such as
+    those of a prompt and of the tokens generated after it, are joined along each sequence: replay them in one forward
+    over all tokens.
 
-    The model must be given the same ids as the recorded forwards, padding included: sequences of different
-    lengths must be generated and replayed in one batch, padded alike. The ids are compared. For models that are given
-    embeddings, only the shape of the tokens is compared.
+    The model must be given the same token ids as in the recorded forwards, including padding: sequences of different
+    lengths must be generated and replayed in one batch, with the same padding. Ids are compared. For models that are
+    given embeddings, only the shape is compared.
 
     Args:
-        model: the model that was recorded, or one with the same layers.
-        routes: see :func:`record_routing`.
+        model: the model that was recorded, or a model with the same layers.
+        routes: the result of :func:`record_routing`.
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: the routes have another number of layers, tokens, choices or experts than the model, or were
-            recorded for other ids; forwards cannot be joined; or a router would choose other experts, and the weights
-            of the recorded ones are not available, for example because it has masked their groups before.
-        RuntimeError: the block has more than one forward, or none; a layer ran twice, or not at all; code is compiled;
-            or activations are to be recomputed in the backward pass, but that pass is not in the block.
+        ValueError: the routes differ from the model in the number of layers, tokens, choices or experts; they were
+            recorded for other ids; the recorded forwards cannot be joined; or a router would choose other experts and
+            cannot give the weights of the recorded ones, for example because it has masked the scores of some groups.
+        RuntimeError: the block contains no forward, or more than one; a layer ran twice, or not at all; code is
+            compiled; or the backward pass must recompute activations, but is not in the block.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
@@ -189,7 +191,7 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
 
 
 class _Replay:
-    """The routes of one forward, and the layers that have used theirs."""
+    """Replays the routes of one forward, and records which layers have used their routes."""
 
     def __init__(self, routes: Routes, layers: dict[str, ChoosingLayer]) -> None:
         recorded, given = list(routes.experts.items()), [(name, one.num_experts) for name, one in layers.items()]
@@ -203,7 +205,7 @@ class _Replay:
             )
         joined = routes.joined()
         self.shape, self.ids = joined.shape, joined.ids
-        names = dict(zip(routes.experts, layers, strict=True))  # a wrapper of the model adds a prefix
+        names = dict(zip(routes.experts, layers, strict=True))  # recorded name -> name here; wrappers add a prefix
         self.choices = {names[name]: choice.to(torch.int64, copy=True) for name, choice in joined.choices.items()}
         self.begun = False
         self.taken: set[str] = set()
@@ -211,7 +213,7 @@ class _Replay:
         self.checkpointed = self.recomputed = False
 
     def begin(self, shape: tuple[int, ...] | None, ids: Tensor | None) -> None:
-        """Begin the forward; raise unless it is the first, and its tokens are those that were recorded."""
+        """Begin the forward. Raise unless it is the first one, and its tokens are those that were recorded."""
         if self.begun:
             raise RuntimeError("replay_routing: expected one forward of the model in the block, got another")
         self.begun, self.grad = True, torch.is_grad_enabled()
@@ -224,7 +226,7 @@ class _Replay:
             raise ValueError("replay_routing: expected the ids that were recorded, padding included, got others")
 
     def use(self, watched: _Watched, name: str, experts_TK: Tensor) -> None:
-        """Record that a layer uses its routes in place of its router's choice; raise if it must not."""
+        """Record that the layer ``name`` uses its recorded routes; raise if they do not fit this call of the layer."""
         choice = self.choices.get(name)
         if choice is None:
             raise ValueError(f"replay_routing: expected calls of only the recorded layers, got one of {name}")
@@ -241,7 +243,7 @@ class _Replay:
         self.checkpointed = self.checkpointed or self.grad != torch.is_grad_enabled() or _in_checkpoint()
 
     def end(self) -> None:
-        """Raise unless all routes were used, and no activations remain to be recomputed without them."""
+        """Raise unless all routes were used and the backward pass, if it recomputes activations, ran in the block."""
         missing = [name for name in self.choices if name not in self.taken]
         if missing:
             raise RuntimeError(
@@ -264,8 +266,8 @@ def _in_checkpoint() -> bool:
 class _Watched:
     """Observes the forwards of a model in a ``with`` block, and removes all hooks at the end of the block.
 
-    A wrapper such as PEFT's may be bypassed, since its ``generate`` calls the model inside it. So the outermost call of
-    any module that contains all layers counts as the forward.
+    A wrapper's ``forward`` may be bypassed: PEFT's ``generate``, for example, calls the model inside the wrapper. So
+    the outermost call of any module that contains all layers counts as the forward.
     """
 
     def __init__(
@@ -313,7 +315,7 @@ class _Watched:
 
 
 def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int, ...] | None, Tensor | None]:
-    """Return the shape of the tokens that a model is given, and their ids, each None if there are none."""
+    """Return the shape of the tokens that a model is given, and the token ids; None for what the model is not given."""
     preferred = [named.get(name) for name in ("input_ids", "inputs_embeds")]
     for value in (*preferred, *arguments, *named.values()):
         if isinstance(value, Tensor):

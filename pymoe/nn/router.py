@@ -1,4 +1,4 @@
-"""Router: chooses the experts of every token, and computes their weights; and the update of its expert bias."""
+"""Router, which chooses the experts of every token, and update_expert_biases, which updates the expert biases."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Router(nn.Module):
     ``torch.autocast``: half precision changes which experts are chosen (selective precision, Switch Transformer,
     arXiv 2101.03961). On a GPU, 16-bit tokens and weights are multiplied without a cast: their products are exact in
     float32, and are summed in float32. In bfloat16 the gradient of the logits is rounded to bfloat16 for the products
-    of the backward pass, as in every bfloat16 linear layer. :func:`pymoe.ops.gate_topk` makes the choice and has its
-    options.
+    of the backward pass, as in every bfloat16 linear layer. :func:`pymoe.ops.gate_topk` makes the choice, and explains
+    the options.
 
     With ``bias_update_rate > 0`` the router balances its experts without an auxiliary loss (arXiv 2408.15664,
     DeepSeek-V3): a buffer ``expert_bias`` is added to the scores for the choice, never to the weights. Call
@@ -66,8 +66,8 @@ class Router(nn.Module):
         scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
         bias: add a trained ``bias`` to the logits (GPT-OSS), unlike ``expert_bias``, which only the choice sees.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
-        device: of the parameters.
-        dtype: of the parameters. ``expert_bias`` is never narrower than float32, or updates could be rounded away.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters. ``expert_bias`` is at least float32, since 16 bits would round updates away.
 
     Attributes:
         weight: (E, H), initialised like the weight of ``nn.Linear``.
@@ -75,8 +75,9 @@ class Router(nn.Module):
         expert_bias: (E,), a buffer in the ``state_dict``; ``None`` if ``bias_update_rate`` is 0. To freeze a trained
             bias, keep the rate and stop calling the update.
         counted: ``counted["load"]`` (E,) int64, slots since the last update; not in the ``state_dict``.
-        row_invariant: if you set it to true, a token's logits have the same bits whatever other tokens there are:
-            :func:`pymoe.ops.grouped_linear` computes them, in place of ``F.linear``. :func:`pymoe.ep.shard` sets it.
+        row_invariant: if true, the bits of a token's logits do not depend on the other tokens of the batch:
+            :func:`pymoe.ops.grouped_linear` computes the logits instead of ``F.linear``. False until a user or
+            :func:`pymoe.ep.shard` sets it.
 
     Raises:
         TypeError: an argument is of the wrong kind.
@@ -127,7 +128,7 @@ class Router(nn.Module):
                 "one choice renormalized",
                 "Router: top_k=1 with renormalize=True makes every weight 1, so that the loss gives the router a "
                 "gradient of exactly 0 and it does not learn; pass renormalize=False, as Switch Transformer does",
-                stacklevel=3,  # past explain_arguments
+                stacklevel=3,  # skip the wrapper of explain_arguments
             )
         self.hidden_size = hidden_size
         self.num_experts = num_experts
@@ -168,16 +169,17 @@ class Router(nn.Module):
         self._version_at_start = _version(self.weight)
 
     def steps_seen(self) -> int:
-        """Return the number of in-place changes of the weight since it was made or loaded, at least one per optimizer
-        step.
+        """Return how often the weight was changed in place since its initialisation or loading.
+
+        Every optimizer step counts at least once.
         """
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
-        """Set training mode or, with ``mode=False``, evaluation, which warns if the bias was never updated.
+        """Set training or evaluation mode. When training ends, warn if the expert bias was never updated.
 
         Args:
-            mode: training if true.
+            mode: true for training, false for evaluation.
 
         Returns:
             The router.
@@ -189,7 +191,7 @@ class Router(nn.Module):
     def _warn_if_never_updated(self) -> None:
         if self.expert_bias is None or self.bias_was_updated or self.steps_seen() < MIN_STEPS_TO_WARN:
             return
-        if not self.expert_bias.is_meta and not self.expert_bias.any():  # if it is not 0, other code updates it
+        if not self.expert_bias.is_meta and not self.expert_bias.any():  # other code may have updated it
             warn_once(
                 "bias never updated",
                 f"Router: bias_update_rate={self.bias_update_rate} has no effect, because update_expert_biases has not "
@@ -218,7 +220,7 @@ class Router(nn.Module):
         return self._counted(gate), logits_TE
 
     def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:
-        """Return the results of :meth:`forward`, the tokens that the experts must take, and their routing.
+        """Return the results of :meth:`forward`, the tokens to pass to the experts, and the routing of the tokens.
 
         Either the tokens are ``x_TH`` and the routing is None, or both are outputs of the same node of autograd as the
         logits: see :mod:`pymoe.nn.router_product`.
@@ -226,7 +228,7 @@ class Router(nn.Module):
         Args:
             x_TH: (T, H).
             capacity: the maximum number of slots of an expert, or None.
-            alone: true if nothing except :func:`pymoe.ops.dispatch` will take the tokens.
+            alone: true if nothing except :func:`pymoe.ops.dispatch` will use the returned tokens.
         """
         usual = self.backend != "native" or self.row_invariant or self.bias is not None
         if usual or not is_one_node(x_TH, self.weight):
@@ -258,13 +260,13 @@ class Router(nn.Module):
 
     def _counted(self, gate: Gate) -> Gate:
         self.counted.follow(gate.load.device)
-        if self.training and self.expert_bias is not None and not in_torch_func():  # see MoE.stats
+        if self.training and self.expert_bias is not None and not in_torch_func():  # transforms must not change counts
             weights_TK = count_on_backward(gate.weights, gate.load, self.counted["load"])
             gate = Gate(weights_TK, gate.experts, gate.load)
         return gate
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """Return the logits (T, E) of tokens, in float32 or float64, outside of autocast.
+        """Return the logits (T, E) of the tokens, in float32 or float64, inside ``torch.autocast``, too.
 
         Args:
             x_TH: (T, H).
@@ -286,7 +288,7 @@ class Router(nn.Module):
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype.itemsize < 4:
-            self.expert_bias = bias.to(self.expert_bias.device)  # bfloat16() and half() leave it in float32
+            self.expert_bias = bias.to(self.expert_bias.device)  # bfloat16() and half() must not narrow the bias
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -304,12 +306,12 @@ class Router(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._version_at_start = _version(self.weight)
-        if self.expert_bias is not None:  # assign=True takes the dtype of the checkpoint
+        if self.expert_bias is not None:  # with assign=True, the bias has the checkpoint's dtype
             self.expert_bias = self.expert_bias.to(_at_least_float32(self.expert_bias.dtype))
             self.bias_was_updated = True
 
     def __repr__(self) -> str:
-        """Return one line, without the counts."""
+        """Return the options in one line, without the submodule ``counted``."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
@@ -317,7 +319,7 @@ class Router(nn.Module):
         return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, {self.options_repr()}{bias}"
 
     def options_repr(self) -> str:
-        """Return the options of the choice; bias rate, groups and scale only where they are not the default."""
+        """Return the options of the choice as text; bias rate, groups and scale only if they are not the default."""
         text = f"top_k={self.top_k}, score={self.score!r}, renormalize={self.renormalize}"
         if self.bias_update_rate > 0:
             text += f", bias_update_rate={self.bias_update_rate}"
@@ -358,9 +360,9 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int | None, topk_gro
 
 @torch.no_grad()
 def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Move the expert bias of every router in ``model`` by the load since its last update. Call it after
-    ``optimizer.step()``.
+    """Update the expert bias of every router in ``model`` from the load since the last update.
 
+    Call this after every ``optimizer.step()``. It computes
     ``expert_bias += bias_update_rate * sign(mean load - load)`` (arXiv 2408.15664, algorithm 1; DeepSeek-V3,
     arXiv 2412.19437). The load is the number of slots for which each expert was chosen in all backward passes since
     the last update, over all micro-batches of an optimizer step. A router that saw no tokens stays unchanged.
@@ -393,7 +395,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
             f"update_expert_biases: the {type(model).__name__} that it was called with {has}{seen}, so the call has "
             "no effect; build the layers with MoE(..., bias_update_rate=0.001), call add_expert_biases for a model of "
             "transformers, or drop the call",
-            stacklevel=3,  # one more level for torch.no_grad's wrapper
+            stacklevel=3,  # skip the wrapper of torch.no_grad
         )
         return
     loads = [router.counted["load"] for router in routers]
@@ -410,7 +412,7 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
 
 
 def summed_over_ranks(loads: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the loads, which may lie on several devices, summed over ``group`` in one all-reduce."""
+    """Return the loads summed over ``group``, with one all-reduce. The loads may be on several devices."""
     flat = torch.cat([load.to(loads[0].device) for load in loads])
     dist.all_reduce(flat, group=group)
     parts = flat.split([load.numel() for load in loads])

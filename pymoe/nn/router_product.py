@@ -1,23 +1,23 @@
-"""Logits of 16-bit tokens and weights on a GPU: one product with float32 sums, not two casts and a float32 product.
+"""Computes the logits of 16-bit tokens and weights on a GPU in one product with float32 sums, without casts to float32.
 
-Products of two bfloat16 or float16 numbers are exact in float32, so only sums are rounded, as they are after casts: the
-logits differ from the float32 product only by the order of summation, and are equal if the sums are exact.
+Products of two bfloat16 or float16 numbers are exact in float32, so only the sums are rounded, as in a product after
+casts to float32. The two results differ only by the order of summation, and are equal if the sums are exact.
 
 The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogits.T @ x``, for float32 ``dlogits``:
 
 - In bfloat16, ``dlogits`` is first rounded to bfloat16, as in every bfloat16 linear layer, so these products run on
-  tensor cores, too. Let u = 2^-8, the rounding of bfloat16. Before an element of the gradient of ``x`` is itself
+  tensor cores, too. Let u = 2^-8, the unit roundoff of bfloat16. Before an element of the gradient of ``x`` is itself
   rounded, its error is at most ``u * sum |dlogits| |weight|``, to first order; for the gradient of the weight it is the
   same with ``|x|``. bfloat16 has the range of float32: values overflow or underflow only if they do in float32.
 - float16 does not have that range: gradients that are multiplied by a loss scale may exceed 65504, and without a loss
   scale they may be smaller than the smallest float16 number. So in float16 ``dlogits`` stays float32, and ``weight``
   and ``x`` are cast to float32.
 
-In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd, whose backward runs two
+In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd. Its backward runs two
 products and a kernel on the GPU. Two nodes would need an additional cast and an addition: they would pass the gradient
 of the logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router
-and experts. In this node the kernel of the gate's backward writes the gradient of the logits in bfloat16, and the
-product ``dlogits @ weight`` also adds the gradient of the tokens that comes from the experts.
+and experts. In the single node, the kernel of the gate's backward writes the gradient of the logits in bfloat16, and
+the product ``dlogits @ weight`` adds its result to the gradient of the tokens that comes from the experts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEVICES = {"cuda"}
 
 
 def takes(x_TH: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`wide_product` computes the logits of these operands."""
+    """Return whether :func:`wide_product` can compute the logits of these operands."""
     return (
         x_TH.dtype == weight.dtype
         and x_TH.dtype in (torch.bfloat16, torch.float16)
@@ -73,7 +73,7 @@ def multiply(x_TH: Tensor, weight: Tensor) -> Tensor:
 def gradients_of(
     grad: Tensor, x_TH: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of ``x_TH`` and ``weight``, given the logits' gradient (T, E), float32 or bfloat16."""
+    """Return the gradients of ``x_TH`` and ``weight`` for the logits' gradient ``grad`` (T, E), float32 or bfloat16."""
     if torch.is_grad_enabled():
         dx = call(_NarrowProduct, grad, weight) if needs_x else None
         return dx, call(_NarrowProduct, grad.t(), x_TH) if needs_weight else None
@@ -127,7 +127,7 @@ def _narrow(grad: Tensor, right: Tensor) -> Tensor:
 
 
 def is_one_node(x_TH: Tensor, weight: Tensor) -> bool:
-    """Return whether the layer calls :func:`route`: in bfloat16 on a GPU, eager, if the tokens get a gradient."""
+    """Return whether :func:`route` can take the operands: bfloat16 on a GPU, eager, with a gradient for the tokens."""
     return (
         x_TH.dtype == torch.bfloat16
         and x_TH.requires_grad
@@ -182,7 +182,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TH, weight, logits_TE, experts_TK = ctx.saved_tensors
         needs_x, needs_weight, *others = ctx.needs_input_grad
-        again = torch.is_grad_enabled()  # true if the gradients will be differentiated
+        again = torch.is_grad_enabled()  # true with create_graph=True
         if dweights is not None:
             narrow = dlogits is None and not again
             through_gate = gate_backward(dweights.contiguous(), logits_TE, experts_TK, ctx.options, narrow=narrow)

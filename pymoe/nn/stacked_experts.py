@@ -1,4 +1,4 @@
-"""Experts that modules of other packages hold in stacked parameters, for code that spreads them over ranks."""
+"""Describes experts in stacked parameters of other packages' modules, for code that spreads experts over ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pymoe.nn.low_rank import LowRank
 
 
 class StackedExperts(NamedTuple):
-    """Describes feed-forward networks in the parameters of a module.
+    """Describes the experts of a module of another package.
 
-    The module is called with rows (T, H), a choice (T, K) of experts and the weights (T, K) of the choices. It
-    casts the rows to the dtype of the parameters, and returns the result of :func:`pymoe.nn.apply_experts` in the
-    original dtype of the rows.
+    The module takes rows (T, H), the chosen experts (T, K) and the weights (T, K) of the choices. It casts the rows to
+    the dtype of the parameters, and returns the result of :func:`pymoe.nn.apply_experts` in the original dtype of the
+    rows.
     """
 
     names: tuple[str, str, str | None, str | None]
@@ -42,20 +42,20 @@ handlers: list[Handler] = []
 
 
 def device_of(experts: nn.Module) -> torch.device:
-    """Return the device of experts; quantised experts may have only buffers."""
+    """Return the device of the parameters, or of the buffers if the experts have only buffers (quantised weights)."""
     return next(chain(experts.parameters(), experts.buffers())).device
 
 
 class OnLoad(NamedTuple):
-    """Describes how the model that an integration is about to load is spread over ranks."""
+    """Describes how a model will be spread over ranks while an integration loads it."""
 
     begins: Callable[[nn.Module], bool]
-    """Takes a model on the meta device; returns True if its weights will be read, False if only an adapter's will."""
+    """Takes a model on the meta device; returns True if its own weights will be read, False if only an adapter's."""
     spread: Callable[[nn.Module], object]
     """Spreads the model's experts over the ranks, in place. Quantised weights may already be cut to this rank's
     experts."""
     own: Callable[[int], slice]
-    """Takes a number of experts; returns the slice of this rank."""
+    """Takes the number of experts of a layer; returns the slice of them that this rank has."""
 
 
 on_load: ContextVar[OnLoad | None] = ContextVar("on_load", default=None)

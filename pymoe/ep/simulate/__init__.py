@@ -8,7 +8,7 @@
 
 :func:`simulate` takes a :class:`Block` (one of :data:`~pymoe.ep.simulate.block.PRESETS`, or your own sizes) and a
 :class:`Load` (:func:`uniform`, :func:`zipf`, or :func:`recorded` by a :class:`LoadRecorder`), and returns a
-:class:`Simulation`; :func:`text` shows it. In a shell:
+:class:`Simulation`; :func:`text` formats it as tables. In a shell:
 
     python -m pymoe.ep simulate --model qwen3-30b-a3b --ranks 8 --load zipf:0.5
 

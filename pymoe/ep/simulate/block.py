@@ -1,4 +1,4 @@
-"""The sizes of a simulated layer, and those of the mixture layers of published models."""
+"""Block, the sizes of the simulated layers, with presets for published models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def at_least(owner: str, argument: str, value: object, low: int, high: int | Non
 
 @dataclass(frozen=True)
 class Block:
-    """The mixture-of-experts layers of a model, all of one size; experts are gated (gate, up and down).
+    """The sizes of the mixture-of-experts layers of a model, all alike; experts are gated (gate, up and down).
 
     Raises:
         TypeError: a size is not an int.
@@ -39,14 +39,14 @@ class Block:
     shared_ffn: int = 0
     """Inner size of all shared experts together; every rank computes them for its own tokens."""
     groups: int = 1
-    """Number of groups of experts, from which a router takes the best ones (DeepSeek-V3); 1 means no groups."""
+    """Number of groups of experts (DeepSeek-V3); 1 means no groups."""
     kept_groups: int = 1
-    """Number of groups from which a router chooses."""
+    """Number of best groups, from which the router chooses a token's experts."""
     dtype: str = "bfloat16"
     """Dtype of weights, gradients and rows."""
 
     def __post_init__(self) -> None:
-        """Raise unless all sizes are in range and fit each other."""
+        """Raise unless all sizes are in range and consistent with each other."""
         for name in ("hidden", "ffn", "experts", "layers", "groups"):
             at_least("Block", name, getattr(self, name), 1)
         at_least("Block", "shared_ffn", self.shared_ffn, 0)
@@ -75,12 +75,12 @@ class Block:
 
     @property
     def weight_itemsize(self) -> int:
-        """Return the size of a choice's weight in bytes; the router computes in float32 or float64."""
+        """Return the size in bytes of the weight of a choice, which the router computes in float32 or float64."""
         return max(4, self.itemsize)
 
     @property
     def row_bytes(self) -> int:
-        """Return H b, the number of bytes of a row on the wire."""
+        """Return H b, the number of bytes that a row takes in a message."""
         return self.hidden * self.itemsize
 
     @property
@@ -90,11 +90,11 @@ class Block:
 
     @property
     def replicated_parameters(self) -> int:
-        """Return H E + 3 H F_shared, the number of weights that every rank holds: the router and shared experts."""
+        """Return H E + 3 H F_shared, the number of weights of router and shared experts, which every rank has."""
         return self.hidden * self.experts + 3 * self.hidden * self.shared_ffn
 
 
-# Sizes from the configurations on the models' pages; the first layer of GLM-4.5-Air and three of DeepSeek-V3 are dense.
+# Sizes from the published configurations. Dense layers are left out: one of GLM-4.5-Air, three of DeepSeek-V3.
 PRESETS = {
     "mixtral-8x7b": Block("Mixtral 8x7B", 4096, 14336, 8, 2, 32),
     "olmoe-1b-7b": Block("OLMoE-1B-7B", 2048, 1024, 64, 8, 16),
@@ -105,4 +105,4 @@ PRESETS = {
     "glm-4.5-air": Block("GLM-4.5-Air", 4096, 1408, 128, 8, 45, shared_ffn=1408),
     "deepseek-v3": Block("DeepSeek-V3", 7168, 2048, 256, 8, 58, shared_ffn=2048, groups=8, kept_groups=4),
 }
-"""Mixture layers of published models, by the name for ``--model``."""
+"""Blocks of published models, by their names for the option ``--model``."""

@@ -1,4 +1,4 @@
-"""``python -m pymoe.ep``: computes rows, bytes, balance and memory of expert parallelism without running a model."""
+"""The command ``python -m pymoe.ep``: rows, bytes, balance and memory of expert parallelism without running a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pymoe.ep.simulate.simulation import Simulation, simulate, text
 
 SIZES = ("hidden", "ffn", "experts", "choices", "layers", "shared_ffn", "groups", "kept_groups", "dtype")
 OWN = ("hidden", "ffn", "experts", "choices")
-"""Options that a model without a preset must have."""
+"""Options that must all be given for a model without a preset."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 2 if the command line was wrong."""
+    """Run the command; return the exit status: 0, or 2 if the options are wrong or a file cannot be used."""
     options = parser().parse_args(arguments)
     try:
         found = simulation_of(options)
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def simulation_of(options: argparse.Namespace) -> Simulation:
-    """Return the simulation that the options describe."""
+    """Run the simulation that the options describe, and return it."""
     block = block_of(options)
     load = load_of(options.load, block, max(1, options.tokens * options.ranks), seed=options.seed)
     given = ("chunks", "spread", "min_rows_to_clone", "optimizer_bytes", "recompute")
@@ -91,7 +91,7 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
 
 
 def block_of(options: argparse.Namespace) -> Block:
-    """Return the model that the options describe: a preset changed by the given sizes, or a model of given sizes."""
+    """Return the block that the options describe: a preset with given sizes replaced, or a block of given sizes."""
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model is not None:
         return replace(PRESETS[options.model], **given)

@@ -1,6 +1,6 @@
-"""Loads: the experts that the tokens of a step chose, drawn from a distribution or recorded in training.
+"""Loads: the experts that the tokens of training steps chose, drawn from a distribution or recorded.
 
-**Recorded loads** are kept in an ``.npz`` archive of numpy, read without pickle, with these arrays:
+**Recorded loads** are stored in an ``.npz`` archive of numpy, read without pickle, with these arrays:
 
 ========== ================= ===================================================================================
 format     () int64          1
@@ -10,8 +10,9 @@ choices    (S, L, N, K) uint the distinct experts of each of N tokens, in S step
                              uint8 for E up to 256, else uint16
 ========== ================= ===================================================================================
 
-A simulation gives rank r of R the r-th part of the consecutive tokens of a step. So a file of one rank represents the
-tokens of all ranks; records of several ranks are concatenated along N, rank 0 first.
+A simulation divides the N tokens of a step into R consecutive parts, one for each rank. So the file of one rank can
+represent the tokens of all ranks. To combine the files of several ranks, concatenate ``choices`` along N, in the order
+of ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from pymoe.ops import gate_topk
 
 FORMAT = 1
 SAMPLED_TOKENS = 65_536
-"""Largest number of tokens that are drawn for a step, on all ranks together; results for more tokens are scaled up."""
+"""Maximum number of tokens that are drawn for a step of all ranks; results for more tokens are scaled up."""
 SAMPLED_LAYERS = 3
-"""Number of layers that are drawn; the popular experts differ between layers."""
+"""Number of layers that are drawn; each has other popular experts."""
 SAMPLED_STEPS = 2
-"""Number of steps that are drawn: the first decides the placement of experts, the second uses it."""
+"""Number of steps that are drawn: the load of the first determines the placement of experts in the second."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class Load:
 
     title: str
     choices: tuple[tuple[Tensor, ...], ...]
-    """(N, K) int64 for every layer and step: the distinct experts of each token of all ranks, rank 0 first."""
+    """(N, K) int64 for every layer and step: the K distinct experts of each token; tokens of rank 0 come first."""
     experts: int
     """E, the number of experts."""
     uniform: bool = False
     """True if every choice of K among all E experts was equally likely, as the formulas assume."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a load without tokens, or with choices that are not (N, K) of E experts."""
+        """Raise ValueError unless all choices have one shape (N, K), not empty, with values in 0..E-1."""
         steps = [step for layer in self.choices for step in layer]
         if not self.choices or not all(self.choices) or not all(step.numel() for step in steps):
             raise ValueError("Load: choices must have at least one layer, step and token in each")
@@ -68,7 +69,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Return N, the number of tokens of a step on all ranks together."""
+        """Return N, the number of tokens of all ranks in a step."""
         return self.choices[0][0].shape[0]
 
     @property
@@ -77,20 +78,21 @@ class Load:
         return self.choices[0][0].shape[1]
 
     def with_past(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (previous step's choices, choices) for every layer and step but the first; a single step is its own
-        past.
+        """Yield (choices of the previous step, choices) for every layer and every step except the first.
+
+        If there is a single step, it counts as its own previous step.
         """
         for steps in self.choices:
             yield from pairwise(steps) if len(steps) > 1 else ((steps[0], steps[0]),)
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token. Each rank has consecutive tokens, as many as others or one more."""
+    """Return (N,) int64, the rank of each token: consecutive parts, whose sizes differ by at most one."""
     return torch.arange(tokens) * ranks // tokens
 
 
 def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
-    """Return a load in which all experts are equally likely. See :func:`zipf` for the arguments."""
+    """Return a load in which all experts are equally likely. The arguments are those of :func:`zipf`."""
     return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
 
 
@@ -98,14 +100,14 @@ def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
     """Return a skewed load: the i-th most popular expert is drawn with odds of ``i ** -exponent``.
 
     A token's K experts are drawn one after another without replacement (Plackett-Luce), by adding Gumbel noise to the
-    logarithms of the odds and taking the K largest. The popular experts are random in each layer, and the same in
-    all of its steps.
+    logarithms of the odds and taking the K largest. Which experts are popular is random in each layer, and the same in
+    all steps of a layer.
 
     Args:
-        block: the source of E, K and groups.
-        tokens: N, on all ranks together; at most ``SAMPLED_TOKENS`` are drawn, and represent the others.
-        exponent: at least 0; 0 is uniform, and with 1 the first of E = 128 experts has a share of 18 % of first
-            choices.
+        block: gives E, K and the groups.
+        tokens: N, the number of tokens of all ranks; at most ``SAMPLED_TOKENS`` are drawn, and represent the others.
+        exponent: at least 0. With 0 all experts are equally likely; with 1 the most popular of E = 128 experts gets
+            18 % of the first choices.
         seed: the seed of the random numbers.
     """
     check_number("zipf", "exponent", exponent, minimum=0)
@@ -114,11 +116,11 @@ def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
 
 
 def recorded(block: Block, file: str | Path) -> Load:
-    """Return the load of a file that :class:`LoadRecorder` wrote.
+    """Return the load in a file that :class:`LoadRecorder` has written.
 
     Args:
-        block: its E and K must match the file.
-        file: see :mod:`pymoe.ep.simulate.loads` for its format.
+        block: its E and K must match those of the file.
+        file: the path; :mod:`pymoe.ep.simulate.loads` describes the format.
 
     Raises:
         ValueError: the file is not a recorded load, or has another format, E or K.
@@ -153,8 +155,11 @@ def recorded(block: Block, file: str | Path) -> Load:
 def load_of(text: str, block: Block, tokens: int, *, seed: int = 0) -> Load:
     """Return the load that ``text`` names: ``uniform``, ``zipf:EXPONENT``, or the path of a recorded load.
 
-    A recorded load has its own number of tokens. Raise ValueError if ``text`` does not name a load or the load does not
-    fit the block, and OSError if the file cannot be read.
+    ``tokens`` and ``seed`` have no effect on a recorded load.
+
+    Raises:
+        ValueError: ``text`` does not name a load, or the load does not fit ``block``.
+        OSError: the file cannot be read.
     """
     kind, colon, number = text.partition(":")
     if text == "uniform":
@@ -200,7 +205,7 @@ def _choose(block: Block, popularity: Tensor, tokens: int, random: torch.Generat
 
 
 class LoadRecorder:
-    """Records the choices of a model's routers within its ``with`` blocks; each block is one step::
+    """Records the choices of a model's routers. Each ``with`` block is one step::
 
         recorder = LoadRecorder(model)
         for inputs, targets in batches:
@@ -210,14 +215,14 @@ class LoadRecorder:
             optimizer.step()
         recorder.save("loads.npz")
 
-    The tokens of several forwards in one block (micro-batches) are concatenated into one step. The backward must be
-    outside of the block: under activation checkpointing it runs forwards again. Outside of its blocks the recorder
-    costs nothing; inside it copies the choices to the CPU, which waits for the device.
+    The tokens of several forwards in one block (micro-batches) are concatenated into one step. The backward pass must
+    be outside of the block, because activation checkpointing would run forwards again in it. Inside its blocks the
+    recorder copies the choices to the CPU, which waits for the device; outside of them it costs nothing.
 
     Args:
-        model: a model with at least one :class:`pymoe.nn.MoE`, or one of transformers whose experts are behind its
+        model: a model with at least one :class:`pymoe.nn.MoE`, or a model of transformers whose experts are behind its
             interface, after the import of :mod:`pymoe.integrations.transformers`. All layers must have the same E and
-            K; for models of transformers, K is known after the first step.
+            K. For models of transformers, K is checked at the end of each step.
 
     Raises:
         ValueError: the model has no such layer, or layers of several sizes.
@@ -235,7 +240,7 @@ class LoadRecorder:
         self._hooks: list[Removable] = []
 
     def __enter__(self) -> LoadRecorder:
-        """Begin a step: record the choices of all routers until the end of the block."""
+        """Begin a step: record the choices of all routers until the end of the ``with`` block."""
         if self._hooks:
             raise RuntimeError("LoadRecorder: expected one block at a time, got a block within another")
         self._seen = {name: [] for name in self.layers}
@@ -250,10 +255,10 @@ class LoadRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the step and keep it, unless the block raised.
+        """End the step, and store it unless the block raised.
 
-        Raise ValueError if a layer had no tokens, or another number of tokens than other layers or earlier steps, or if
-        the layers differ in K.
+        Raises:
+            ValueError: a layer had no tokens, or not as many as other layers or earlier steps; or layers differ in K.
         """
         for hook in self._hooks:
             hook.remove()
@@ -273,11 +278,11 @@ class LoadRecorder:
         self.steps.append(torch.stack([torch.cat(parts) for parts in self._seen.values()]))
 
     def save(self, file: str | Path) -> None:
-        """Write the recorded steps; raise ValueError if there is none."""
+        """Write the recorded steps to ``file``; raise ValueError if no step was recorded."""
         if not self.steps:
             raise ValueError("LoadRecorder: expected at least one recorded step, got none")
         narrow = np.uint8 if self.experts <= 256 else np.uint16
-        with Path(file).open("wb") as stream:  # numpy would add a suffix to a name
+        with Path(file).open("wb") as stream:  # given a name, numpy would append ".npz"
             np.savez_compressed(
                 stream,
                 format=np.int64(FORMAT),

@@ -1,7 +1,7 @@
-"""Rows: which rank computes each row, under a given way to spread the experts, and which rows travel between ranks.
+"""Rows: which rank computes each row if the experts are spread in a given way, and which rows travel between ranks.
 
-A row that stays on its rank does not travel. With deduplication, a token that chose several experts of one rank travels
-there once, and their weighted sum comes back once.
+A row that stays on its rank does not travel. With deduplication, a token that chose several experts of a rank travels
+to that rank once, and their weighted sum comes back once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
     "2-clones": partial(_cloned, clones=2),
 }
 """Ways to spread experts over ranks: contiguous shards; experts placed by the previous step's load; contiguous shards
-with at most one or two clones on each rank.
+with at most one or at most two clones on each rank.
 
-Each way is a function of the load of the previous step, (E,), the counts of this step, (R, E), and the smallest
-number of rows for which an expert is cloned. It returns the shares of the ranks.
+Each value is a function that takes the load of the previous step, (E,), the counts of this step, (R, E), and the
+smallest number of rows for which an expert is cloned. It returns the shares of the ranks.
 """
 
 
@@ -58,7 +58,7 @@ class Spread:
     """(N, K) int64: the rank to which each choice's row goes."""
     shares: Shares
     scale: float
-    """Number of rows that one counted row represents."""
+    """Number of rows of the simulation that each drawn or recorded row represents."""
 
     @property
     def ranks(self) -> int:
@@ -67,7 +67,7 @@ class Spread:
 
     @property
     def clones(self) -> int:
-        """Return the number of clones that are sent in this step: all hosts of an expert except its owner."""
+        """Return the number of clones that are sent in this step: the hosts of all experts, not counting owners."""
         return sum(len(hosts) - 1 for hosts in self.shares.hosts)
 
     @property
@@ -80,7 +80,7 @@ class Spread:
         return held
 
     def pairs(self, deduplicate: bool = False, chunks: int = 1) -> Tensor:
-        """Return (chunks, R, R) float64: the rows from each rank to each, itself included, in every chunk."""
+        """Return (chunks, R, R) float64: the number of rows from each rank to each rank, itself included, per chunk."""
         chunk_NK = self.chunk_of_choices(chunks)
         found = [
             pairs_of(self.destinations, self.source, self.ranks, deduplicate, chunk_NK == chunk)
@@ -91,7 +91,7 @@ class Spread:
     def chunk_of_choices(self, chunks: int) -> Tensor:
         """Return (N, K) int64, the chunk in which each choice travels. Chunks divide the experts of each rank evenly.
 
-        Of a rank's n experts, chunk c starts with the one at index ``c * n // chunks``.
+        Chunk c of a rank's n experts starts at index ``c * n // chunks``.
         """
         chunk = torch.zeros(self.ranks, len(self.shares.hosts), dtype=torch.int64)
         for rank, experts in enumerate(self.held):
@@ -103,8 +103,8 @@ class Spread:
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
     """Yield a :class:`Spread` for every layer and step of ``load``, scaled to ``tokens`` per rank.
 
-    ``name`` is one of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of the load's rows for which an
-    expert is cloned.
+    ``name`` is a key of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of rows for which an expert is
+    cloned, before scaling.
     """
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():
@@ -131,7 +131,7 @@ class Balance:
 
 
 def balance(name: str, found: list[Spread]) -> Balance:
-    """Return the balance of layers and steps that are spread in the way called ``name``."""
+    """Return the balance of the layers and steps ``found``, which are spread in the way called ``name``."""
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
@@ -149,17 +149,18 @@ def balance(name: str, found: list[Spread]) -> Balance:
 
 
 def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
-    """Return the rows that a token of a uniform router sends to other ranks, the mean over the token's possible ranks.
+    """Return the expected number of rows that a token sends to other ranks, for a uniform router and contiguous shards.
 
-    Without ``deduplicate``, each choice is a row, so the result is K (1 - 1 / R), whatever the shards, since the shares
-    of the ranks sum to 1. With ``deduplicate``, there is at most one row per rank, so the result is the sum over the
-    other ranks of 1 - C(E - n, K) / C(E, K), where n is the number of experts of a rank. A term is the probability that
-    one of the rank's experts is among the K chosen, since all C(E, K) sets are equally likely.
+    The result is the mean over the rank that the token is on. Without ``deduplicate``, each choice is a row, so the
+    result is K (1 - 1 / R) for any shards, since the shares of the ranks sum to 1. With ``deduplicate``, there is at
+    most one row per rank, so the result is the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the
+    number of experts of a rank. A term is the probability that at least one of the rank's experts is among the K chosen
+    experts, since all C(E, K) sets are equally likely.
 
     Args:
-        block: E and K; its groups are ignored.
+        block: gives E and K; its groups are ignored.
         ranks: R, the number of ranks.
-        deduplicate: whether a token travels once to a rank.
+        deduplicate: whether a token travels at most once to a rank.
     """
     if not deduplicate:
         return block.choices * (1 - 1 / ranks)
@@ -170,12 +171,12 @@ def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
 
 
 def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
-    """Return the approximate ratio of the fullest rank to the mean under a uniform router. It differs from 1 only by
-    chance.
+    """Return the approximate ratio of the fullest rank's rows to the mean over ranks, for a uniform router.
 
-    The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens per rank and E divisible by R. The
-    loads of the R ranks are nearly normal, with a relative standard deviation of the second root, and the expected
-    maximum of R normal values lies about sqrt(2 ln R) standard deviations above their mean.
+    The ratio exceeds 1 only by chance. The result is 1 + sqrt(2 ln R) sqrt((R - 1) (1 - K / E) / (T R K)), for T tokens
+    per rank and E divisible by R. The second root is the relative standard deviation of a rank's load. The loads of the
+    R ranks are nearly normal, and the expected maximum of R normal values is about sqrt(2 ln R) standard deviations
+    above their mean.
     """
     if ranks == 1:
         return 1.0
@@ -184,7 +185,7 @@ def expected_imbalance(block: Block, ranks: int, tokens: float) -> float:
 
 
 def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tensor:
-    """Return (R, E) int64: the rows of each source rank for each expert, as an all-gather of the loads returns them."""
+    """Return (R, E) int64: the number of rows of each source rank for each expert, like an all-gather of the loads."""
     cell = source[:, None] * experts + choices
     return torch.bincount(cell.flatten(), minlength=ranks * experts).view(ranks, experts)
 
@@ -192,7 +193,8 @@ def counts_of(choices: Tensor, source: Tensor, ranks: int, experts: int) -> Tens
 def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     """Return (N, K) int64: the rank to which each choice's row goes.
 
-    The rows of a source for an expert go to the expert's hosts in the order of ``shares``, each up to its share.
+    The rows of a source rank for an expert go to the expert's hosts in the order of ``shares.hosts``, to each as many
+    as ``shares.rows`` says.
     """
     most = shares.rows.shape[2]
     hosts = torch.tensor([[*its_hosts, *its_hosts[:1] * (most - len(its_hosts))] for its_hosts in shares.hosts])
@@ -213,14 +215,14 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
 def pairs_of(
     destinations: Tensor, source: Tensor, ranks: int, deduplicate: bool, chosen: Tensor | None = None
 ) -> Tensor:
-    """Return (R, R) int64: the rows that each source rank (first dimension) sends to each rank, itself included.
+    """Return (R, R) int64: the number of rows from each source rank (first dimension) to each rank, itself included.
 
     Args:
-        destinations: (N, K) int64, the rank of each choice's row.
+        destinations: (N, K) int64, the rank to which each choice's row goes.
         source: (N,) int64, the rank of each token.
         ranks: R, the number of ranks.
-        deduplicate: count a token once for each rank that it goes to.
-        chosen: (N, K) bool, the rows that are counted; None: all.
+        deduplicate: count a token once for each rank to which it goes.
+        chosen: (N, K) bool, true for the choices to count; None counts all.
     """
     cell = source[:, None] * ranks + destinations
     left_out = ranks * ranks

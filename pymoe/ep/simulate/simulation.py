@@ -1,4 +1,4 @@
-"""Simulates one step of one mixture layer on one group of ranks, and returns its figures: rows, bytes, memory, text."""
+"""Simulates a step of a mixture layer on a group of ranks: rows, bytes, balance and memory, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMAT = 2
 EXCHANGES = 4
 """Number of exchanges of rows per layer and step: dispatch and combine, forward and backward."""
 INDEX_BYTES = 4
-"""Bytes of an expert's index. A deduplicated row travels with one index per choice."""
+"""Size of the index of an expert, in bytes. A deduplicated row travels with an index for each choice."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows and bytes that a rank sends per layer and step (mean over ranks), with one setting of
+    """Rows and bytes that a rank sends per layer and step, the mean over ranks, with given options of
     :func:`pymoe.ep.shard`.
     """
 
@@ -67,7 +67,7 @@ class Traffic:
     bytes: float
     """Bytes that one rank sends in the four exchanges."""
     saved: float
-    """Fraction of the bytes that is saved, compared with one row per choice."""
+    """Fraction of the bytes that is saved compared with a row for each choice."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +89,32 @@ class Simulation:
     expected_imbalance: float | None
     """Imbalance by the formula for a uniform router; None if the load is not uniform."""
     traffic: tuple[Traffic, ...]
-    """Traffic with one row per choice, and then, unless there are clones, deduplicated for every number of chunks."""
+    """Traffic with a row for each choice; then, without clones, deduplicated traffic for each number of chunks."""
     counts_bytes: float
     """Bytes that a rank sends to announce its counts, once per layer and step."""
     clones_bytes: float
     """Bytes of clones' weights and gradients that a rank sends per layer and step, the mean over ranks."""
     alternatives: dict[str, float]
-    """Bytes that a rank sends per layer and step under ``"DP"`` and ``"FSDP"``; it does not depend on tokens."""
+    """Bytes that a rank sends per layer and step under ``"DP"`` and ``"FSDP"``, which do not depend on tokens."""
     memory: dict[str, Memory]
     """Memory of the fullest rank under ``"EP"``, ``"EP deduplicated"`` (absent with clones), ``"DP"`` and
     ``"FSDP"``."""
 
     def tokens_below(self, traffic: Traffic, name: str) -> float | None:
-        """Return the tokens per rank and step up to which ``traffic`` has fewer bytes than ``"DP"`` or ``"FSDP"``.
+        """Return the number of tokens per rank and step up to which expert parallelism sends fewer bytes than ``name``.
 
-        The bytes of rows grow with the tokens; those of counts, clones and the alternatives do not. Return None if
-        ``traffic`` has no bytes, so that it has fewer for any number of tokens.
+        The bytes of rows grow with the number of tokens; those of counts, clones and the alternatives do not. Return
+        None if ``traffic`` has no bytes, so that there is no limit.
+
+        Args:
+            traffic: an element of ``self.traffic``.
+            name: ``"DP"`` or ``"FSDP"``.
         """
         left = max(0.0, self.alternatives[name] - self.counts_bytes - self.clones_bytes)
         return left / (traffic.bytes / self.tokens) if traffic.bytes else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return inputs and figures as a dictionary for JSON; the load is represented by its title."""
+        """Return inputs and results as a dictionary for JSON, with the title of the load in place of the load."""
         memory = {name: {**asdict(one), "total": one.total} for name, one in self.memory.items()}
         fields = {name: value for name, value in vars(self).items() if name not in ("block", "load", "balance")}
         return {
@@ -140,24 +144,23 @@ def simulate(
     optimizer_bytes: float | None = None,
     recompute: bool = False,
 ) -> Simulation:
-    """Simulate expert parallelism: its rows, bytes, balance and memory, and for comparison the figures of data
-    parallelism and FSDP.
+    """Simulate expert parallelism: rows, bytes, balance and memory, compared with data parallelism and FSDP.
 
     Every formula is on the page :doc:`/concepts/expert_parallel_costs`.
 
     Args:
         block: the mixture layers of a model.
         ranks: R, the number of ranks that share the experts of a layer; at least 1.
-        tokens: T, per rank and step; the rows of ``load`` are scaled to them.
+        tokens: T, the number of tokens per rank and step; the rows of ``load`` are scaled to it.
         load: the choices of the tokens, with the block's E and K.
-        chunks: the numbers of parts in which rows travel, each the same share of every rank's experts. A token that
-            travels once to a rank does so in every part in which it has experts there.
-        spread: the way to spread experts for traffic and memory; one of :data:`~pymoe.ep.simulate.rows.SPREADS`, all
-            of which are compared in ``balances``.
+        chunks: numbers of chunks to simulate, for deduplicated traffic. Each chunk has an equal share of every rank's
+            experts. A token travels to a rank once in every chunk in which it has experts there.
+        spread: the way to spread experts for traffic and memory, a key of :data:`~pymoe.ep.simulate.rows.SPREADS`;
+            ``balances`` compares all of these ways.
         min_rows_to_clone: the smallest number of rows for which an expert is cloned; None: the default of
             :func:`pymoe.ep.shard`.
-        optimizer_bytes: bytes per parameter for states and master weight; None: the bytes of AdamW.
-        recompute: the forward of each layer runs again in the backward (activation checkpointing). It changes only
+        optimizer_bytes: bytes per parameter for optimizer states and master weight; None: those of AdamW.
+        recompute: run the forward of each layer again in the backward (activation checkpointing). This changes only
             the memory.
 
     Raises:
@@ -183,14 +186,14 @@ def simulate(
     if least is None:
         least = fewest_rows_that_pay(block.expert_parameters, block.hidden)
     at_least("simulate", "min_rows_to_clone", least, 1)
-    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # the threshold scaled to the tokens of the load
+    counted = max(1, round(least * load.tokens / (tokens * ranks)))  # scaled to the tokens of the load
     every = {name: list(spreads(name, load, ranks, tokens, counted)) for name in SPREADS}
     balances = {name: balance(name, steps) for name, steps in every.items()}
     chosen, found = balances[spread], every[spread]
     counts_bytes = 4.0 * (ranks - 1) * message_length(block.experts)
     clones_bytes = 2 * chosen.clones / ranks * block.expert_parameters * block.itemsize
-    # DP all-reduces the gradients of all experts in a ring. FSDP all-gathers weights in both passes, and
-    # reduce-scatters gradients: three halves of that.
+    # DP all-reduces the gradients of all experts in a ring. FSDP all-gathers the weights in both passes and
+    # reduce-scatters the gradients, which sends 1.5 times as many bytes.
     all_reduced = 2 * (ranks - 1) / ranks * block.experts * block.expert_parameters * block.itemsize
     alternatives = {"DP": all_reduced, "FSDP": 1.5 * all_reduced}
     ways = [(False, 1)] + [(True, number) for number in chunks if not chosen.clones]
@@ -230,7 +233,7 @@ def _traffic(
 
     def size(deduplicate: bool) -> tuple[float, float]:
         rows = sum(travelling(pairs) for one in found for pairs in one.pairs(deduplicate, chunks)) / len(found) / ranks
-        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: expert index, weight, weight's gradient
+        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: index, weight, its gradient
         return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * indexed * block.choices)
 
     rows, moved = size(deduplicate)
@@ -245,11 +248,11 @@ def _traffic(
     )
 
 
-# Memory of a rank.
+# The memory of a rank.
 
 
 def optimizer_bytes_of(block: Block) -> int:
-    """Return the bytes per parameter of AdamW: two float32 moments, and a float32 master weight for narrower ones.
+    """Return the bytes of AdamW per parameter: two float32 moments, and a float32 copy of each 16-bit parameter.
 
     The moments of float64 parameters are float64.
     """
@@ -269,17 +272,18 @@ def expert_parallel(
 ) -> Memory:
     """Return the memory of the fullest rank under expert parallelism.
 
-    Clones are kept for the backward, so they count as activations; their gradients count as buffers of one layer.
+    The weights of clones are kept for the backward, so they count as activations; their gradients count as buffers of a
+    layer.
 
     Args:
-        block: the layers.
+        block: the sizes of the layers.
         ranks: R, the number of ranks.
-        balance: rows and experts of the fullest rank.
-        tokens: T, per rank.
+        balance: gives the rows and experts of the fullest rank.
+        tokens: T, the number of tokens per rank.
         optimizer_bytes: bytes of the optimizer per parameter.
         gathered: the number of rows in a rank's send buffer if a token travels once per rank and is copied for each
             expert on arrival; None if every choice is a row.
-        recompute: the forward runs again in the backward (activation checkpointing of each layer).
+        recompute: run the forward again in the backward (activation checkpointing of each layer).
     """
     own = -(-block.experts // ranks) if balance.clones else balance.experts
     clones = (balance.experts - own) * block.expert_parameters * block.itemsize
@@ -295,7 +299,10 @@ def data_parallel(block: Block, tokens: float, optimizer_bytes: float, *, recomp
 
 
 def fully_sharded(block: Block, ranks: int, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
-    """Return the memory of a rank that holds 1 / R of every parameter (FSDP); buffers hold one whole layer twice."""
+    """Return the memory of a rank that holds 1 / R of every parameter (FSDP).
+
+    Its buffers include the whole weights and gradients of one layer.
+    """
     whole = block.experts * block.expert_parameters + block.replicated_parameters
     return _alone(block, ranks, 2.0 * whole * block.itemsize, tokens, optimizer_bytes, recompute)
 
@@ -308,13 +315,14 @@ def _alone(block: Block, ranks: int, gathered: float, tokens: float, optimizer_b
 
 
 def _activations(block: Block, computed: float, returned: float, tokens: float, *, copied: bool) -> float:
-    """Return the bytes that the forward of one layer saves.
+    """Return the number of bytes that the forward of one layer saves for the backward.
 
-    Let b be the bytes of an element of the rows, and w those of an element in the router (float32 or float64). The
-    terms are w T (H + E) for the router's rows and logits; b (H + 3 F) for each computed row, before and after the
-    first product and before the second; b H for each returned row, for the weights' gradients; b T (H + 3 F_shared)
-    for shared experts, less b T H if they use the router's rows; and 16 T K for choices, weights and the order of rows.
-    Rows that are copied on arrival are also summed there, for which the experts' outputs are saved: b H more for each.
+    Let b be the size in bytes of an element of the rows, and w that of an element in the router (float32 or float64).
+    The terms are w T (H + E) for the router's rows and logits; b (H + 3 F) for each computed row, which is saved before
+    and after the first product and before the second; b H for each returned row, for the gradients of the weights;
+    b T (H + 3 F_shared) for shared experts, less b T H if they use the router's rows; and 16 T K for choices, weights
+    and the order of rows. Rows that are copied on arrival (``copied``) are summed on the rank of the experts, which
+    saves the experts' outputs for this: another b H for each computed row.
     """
     wide = block.weight_itemsize
     saved = wide * tokens * (block.hidden + block.experts) + 16.0 * tokens * block.choices
@@ -339,7 +347,7 @@ def _memory(
     """Return the memory of a rank.
 
     The backward of a layer needs buffers for the gradients of rows: b H bytes for each sent row and b (H + 3 F) for
-    each computed row, b being the bytes of an element.
+    each computed row, b being the size of an element in bytes. ``more`` is the size of other buffers in bytes.
     """
     computed, sent = rows
     buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
@@ -351,11 +359,11 @@ def _memory(
     return Memory(numbers, numbers, parameters * optimizer_bytes, activations, buffers)
 
 
-# A simulation as text: a paragraph of inputs and three tables.
+# The text of a simulation: a paragraph with the inputs, and three tables.
 
 
 def text(simulation: Simulation) -> str:
-    """Return the inputs and all tables as lines."""
+    """Return the inputs and the results as text: a paragraph and three tables."""
     ranks = f"{simulation.ranks} rank{'s' * (simulation.ranks != 1)}, {simulation.tokens} tokens per rank and step"
     load = f"load: {simulation.load.title}; experts spread: {simulation.balance.name}"
     min_rows_to_clone = f"clones of {simulation.min_rows_to_clone:,} rows or more"
@@ -371,7 +379,7 @@ def text(simulation: Simulation) -> str:
 
 
 def balance_table(simulation: Simulation) -> Table:
-    """Return a table with a row for every way to spread the experts."""
+    """Return a table of the balance of ranks, with a row for every way to spread the experts."""
     heading = ("experts", "fullest / mean", "worst", "experts per rank", "clones per step")
     past = "" if len(simulation.load.choices[0]) > 1 else " by this step's own load"
     rows = [
@@ -390,7 +398,7 @@ def balance_table(simulation: Simulation) -> Table:
 
 
 def traffic_table(simulation: Simulation) -> Table:
-    """Return a table with a row for each way in which rows travel, and one for each other kind of parallelism."""
+    """Return a table of traffic, with a row for each way in which rows travel and for each alternative parallelism."""
     heading = ("", "rows per token", "formula", "MiB", "saved", *(f"below {name}" for name in simulation.alternatives))
     rows = []
     for one in simulation.traffic:
@@ -407,7 +415,7 @@ def traffic_table(simulation: Simulation) -> Table:
 
 
 def memory_table(simulation: Simulation) -> Table:
-    """Return a table of a rank's memory in GiB: a row for each kind of parallelism, a column for each use."""
+    """Return a table of the memory of a rank in GiB: a row for each kind of parallelism, a column for each use."""
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "total")
     rows = [
         (name, *(amount(getattr(one, part), 2**30, 2) for part in parts)) for name, one in simulation.memory.items()
@@ -416,6 +424,6 @@ def memory_table(simulation: Simulation) -> Table:
 
 
 def amount(size: float, unit: int, digits: int) -> str:
-    """Return a size in units of ``unit`` bytes, with at least two significant digits."""
+    """Return a size as text, in units of ``unit`` bytes: ``digits`` decimals or, if small, two significant digits."""
     number = size / unit
     return f"{number:,.{digits}f}" if number >= 10.0 ** (1 - digits) or not number else f"{number:.2g}"
