@@ -1,9 +1,10 @@
 """A gRPC channel to a server: watches the server, reads its description, and keeps streams for requests.
 
 Beginning and ending a gRPC call costs more than carrying a short request: headers, a deadline, a handler and a status
-are made anew in both processes. So a channel keeps streams open, as many as it has had requests under way at a time.
-Each stream carries one request at a time, and its messages state the deadline and the reason for a missing answer. If a
-request is given up, its stream is cancelled, which tells the server as much as the end of a call would.
+are made anew in both processes. So a channel keeps streams open and reuses them: a stream carries one request after the
+other, and is closed after :data:`IDLE_S` seconds without one. Its messages contain what the headers and the status of a
+call would: the deadline, and the reason if there is no answer. To give up a request, the client cancels its stream, as
+it would cancel a call.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ REFUSED_S = 5.0
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
-"""Parts of gRPC's errors for a client without TLS whose server uses TLS: such a server closes the connection as soon as
-it has read something, or waits for more.
+"""Parts of gRPC's error messages for a client without TLS whose server uses TLS: such a server closes the connection as
+soon as it has read something, or waits for more.
 """
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
@@ -63,12 +64,12 @@ class Channel:
 
     Attributes:
         address: the server's address.
-        client: the name by which the server knows this channel, and under which backward requests are numbered.
+        client: a unique name of this channel for the server; it is part of the keys of backward requests.
         metadata: the metadata of every call.
-        methods: the service's methods by name, as gRPC's callables.
-        long_methods: the same for requests with frames (:mod:`pymoe.remote.wire`).
-        streams: the streams of requests for which a thread waits.
-        counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
+        methods: gRPC's callables for the methods of the service, by name.
+        long_methods: the same for requests that are sent with frames (:mod:`pymoe.remote.wire`).
+        streams: the streams that carry the requests of blocking callers.
+        counts: the numbers of ``attempts``, ``retries`` and ``lost`` attempts (those that a broken connection ended).
         reachable: false while the server is known to be gone.
         closed: true after :meth:`close`.
     """
@@ -97,7 +98,7 @@ class Channel:
         self._encrypted = tls is not None
         self._process = os.getpid()
         self._lock = threading.Lock()
-        # A proxy in $http_proxy must not read what goes to this machine, where nothing need be encrypted.
+        # Messages within this machine may be unencrypted, so a proxy from $http_proxy must not see them.
         options = (*OPTIONS, ("grpc.enable_http_proxy", 0)) if is_local(address) else OPTIONS
         if tls is None:
             self._channel = grpc.insecure_channel(address, options)
@@ -124,7 +125,7 @@ class Channel:
         """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
 
         A health check waits until the server answers; then a second call stays open until the connection breaks or the
-        server drains. (gRPC's own subscriptions to the state of a channel crash when it is closed.)
+        server drains. (gRPC's own subscriptions to the state of a channel crash when the channel is closed.)
         """
         # If the server has gone since its last answer, a check that waits for it would end only when it is back. So the
         # check waits only if the server is known to be gone.
@@ -153,20 +154,20 @@ class Channel:
         if call.code() in (StatusCode.OK, StatusCode.UNAVAILABLE):
             self._set_reachable(False)
             self.watch()
-        else:  # too many clients watch the server, or the token has changed, which requests will find out
+        else:  # too many clients watch the server, or the token is no longer valid (requests will report that)
             self._watch_after(CHECK_AGAIN_S)
 
     def _watch_after(self, seconds: float) -> None:
         try:
             call_later(seconds, self.watch)
-        except RuntimeError:  # no thread can be started: the next request will start to watch again
+        except RuntimeError:  # no thread can be started: check_usable() will call watch() for the next request
             self._set_reachable(True)
             self._unwatched = True
 
     def check_usable(self) -> None:
-        """Raise RuntimeError in a fork, which does not have gRPC's threads, and ServerLost after :meth:`close`.
+        """Raise RuntimeError in a forked child, which lacks gRPC's threads, and ServerLost after :meth:`close`.
 
-        If watching the server had failed, start it again.
+        Otherwise call :meth:`watch` again if an earlier watch ended because no thread could be started.
         """
         if os.getpid() != self._process:
             raise RuntimeError(f"{self.address}: a connection cannot be used in a fork: connect() again in the child")
@@ -187,7 +188,7 @@ class Channel:
         """Return the server's description of itself.
 
         Args:
-            timeout: seconds; None: the timeout of the connection.
+            timeout: time limit in seconds; None: the connection's ``timeout``.
 
         Raises:
             ServerLost: the server cannot be reached; the message has gRPC's reason.
@@ -227,10 +228,10 @@ class Channel:
     def close(self) -> bool:
         """End current requests with :class:`~pymoe.remote.ServerLost`, and disconnect.
 
-        In a fork, do nothing: the connection is the parent's.
+        Do nothing in a forked child: the connection belongs to the parent.
 
         Returns:
-            False if the channel was closed before, or in a fork.
+            False if nothing was done: the channel was closed already, or this is a forked child.
         """
         with self._lock:
             if self.closed or os.getpid() != self._process:
@@ -242,7 +243,7 @@ class Channel:
 
 
 class Ended(grpc.RpcError):
-    """Raised if a request on a stream ended without an answer; its methods are those of a failed gRPC call."""
+    """Raised if a request on a stream ended without an answer; has the methods of a failed gRPC call."""
 
     def __init__(self, code: StatusCode, details: str, kind: str = "") -> None:
         super().__init__(details)
@@ -253,26 +254,27 @@ class Ended(grpc.RpcError):
         return self._code
 
     def details(self) -> str:
-        """Return the message."""
+        """Return the error message."""
         return self._details
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return metadata like those of a failed call, with the name of the exception; () if it has none."""
+        """Return the name of the server's exception as the metadata of a failed call contain it; () if unknown."""
         return ((KIND_KEY, self._kind),) if self._kind else ()
 
 
 class NoStream(Exception):
-    """Raised if the server opens no further stream, or has refused one recently. The request has not reached it."""
+    """Raised if the server refuses another stream, or did so recently. The server has not received the request."""
 
 
 class RequestStream:
     """A stream to a server, for one thread at a time.
 
     Attributes:
-        metadata: the metadata with which it was opened.
-        used: true once it has carried a reply.
-        overdue: true once it was cancelled because its time was over.
-        timer: cancels the stream when its request is overdue, or when the stream has been idle for too long.
+        metadata: the metadata with which the stream was opened.
+        used: true once a reply has been received on the stream.
+        overdue: true once ``timer`` has cancelled the stream.
+        timer: cancels the stream at the deadline of its request, or after :data:`IDLE_S` seconds without a request.
+        open: returns whether the stream is still open.
     """
 
     def __init__(self, method: Any, metadata: Any) -> None:
@@ -281,7 +283,8 @@ class RequestStream:
         self.timer = TimerHandle(self._time_is_over)
         self._messages: SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = SimpleQueue()
         self._call = method(self._pieces(), metadata=metadata)
-        self._call.add_done_callback(lambda _: self._messages.put(None))  # or gRPC's thread would wait for ever
+        # End _pieces(): gRPC's thread that iterates over it would wait for the next message forever.
+        self._call.add_done_callback(lambda _: self._messages.put(None))
         self.open: Callable[[], bool] = self._call.running
 
     def _pieces(self) -> Iterator[bytes]:
@@ -298,7 +301,7 @@ class RequestStream:
         Raises:
             Ended: the server has replied with the reason why there is no answer. The stream stays open unless the
                 request has frames, which the server may not have read.
-            NoStream: the server opens no further stream.
+            NoStream: the server refuses to open this stream.
             grpc.RpcError: the stream has ended.
             WireError: the answer is malformed.
         """
@@ -347,12 +350,13 @@ class Streams:
     def ask(
         self, head: bytes, tail: Sequence[memoryview], seconds: float, metadata: Any
     ) -> tuple[wire.Reply, wire.Tail | None]:
-        """Send a request on an idle stream or a new one; takes and raises the same as :meth:`RequestStream.ask`.
+        """Send a request with :meth:`RequestStream.ask`, on an idle stream or a new one, and return its result.
 
         Raises:
-            Ended: there was no answer within ``seconds``.
-            NoStream: no stream is idle, and the server opens no further one, or has refused one within the last
+            Ended: there was no answer within ``seconds``, or the server has replied with the reason why there is none.
+            NoStream: no stream is idle, and the server refuses to open another one, or did so within the last
                 :data:`REFUSED_S` seconds.
+            grpc.RpcError, WireError: see :meth:`RequestStream.ask`.
         """
         stream = self._take(seconds, metadata)
         try:
@@ -374,7 +378,7 @@ class Streams:
         return answer
 
     def _take(self, seconds: float, metadata: Any) -> RequestStream:
-        """Return a stream whose timer has been set to ``seconds``."""
+        """Return an idle or a new stream, whose timer is set to cancel it after ``seconds``."""
         stream: RequestStream | None = None
         try:
             while self._idle:
@@ -391,20 +395,20 @@ class Streams:
             stream = RequestStream(self._method, metadata)
             stream.timer.reset(seconds)
             return stream
-        except RuntimeError:  # no thread can be started that would end the stream in time
+        except RuntimeError:  # no thread can be started for the timer
             if stream is not None:
                 stream.cancel()
             raise
 
     def _put_back(self, stream: RequestStream) -> None:
-        with suppress(RuntimeError), self._lock:  # no thread can be started that would end the stream in time
+        with suppress(RuntimeError), self._lock:  # no thread can be started for the timer
             if stream.open() and stream.timer.reset(IDLE_S):
                 self._idle.append(stream)
                 return
         stream.cancel()
 
     def close(self) -> None:
-        """Forget the idle streams, which end with their channel."""
+        """Drop the idle streams and stop their timers. gRPC ends the streams when the channel is closed."""
         with self._lock:
             for stream in self._idle:
                 stream.timer.cancel()

@@ -1,11 +1,13 @@
 """Checkpoints of served experts: writes and reads their files, and restores exactly the state that was saved.
 
-A checkpoint is one file, written completely or not at all, with an expert's state and the keys of the requests that the
-state contains. It is in the safetensors format: the tensors of the expert and its optimizer, and one more tensor whose
-bytes are JSON, with the rest of the state and the keys of :class:`~pymoe.remote.journal.Journal`. Reading a file runs
-no code. It is written under a temporary name, read back and compared, flushed to the disk, and renamed. Each expert has
-a folder that keeps the newest :data:`KEPT` files; if the newest is damaged, the one before is read. Names sort by age,
-even if the clock was set back or another machine wrote the previous file.
+A checkpoint is one file, written completely or not at all. It contains the state of an expert, and the keys of the
+requests whose updates the state includes (see :mod:`pymoe.remote.journal`). The format is safetensors: the tensors of
+the expert and its optimizer, and one more tensor, whose bytes are JSON with the keys and the rest of the state. Reading
+a file runs no code.
+
+A file is written under a temporary name, flushed to the disk, read back and compared, and then renamed. Each expert has
+a folder that keeps the newest :data:`KEPT` files; if the newest is damaged, the one before is read. The names of the
+files sort by age, even if the clock was set back or another machine wrote the previous file.
 """
 
 from __future__ import annotations
@@ -59,18 +61,19 @@ T = TypeVar("T")
 
 @dataclass
 class Checkpoint:
-    """The state of an expert between two updates, and the keys of the requests that it contains."""
+    """The state of an expert between two updates, and the keys of the requests whose updates it includes."""
 
     state: Mapping[str, Any]
-    """The result of its backend's ``state_dict()``."""
+    """The result of the backend's ``state_dict()``."""
     updates: int
     keys: AppliedKeys
 
     @cached_property
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state as a tree for JSON, and copies of its tensors by the names that represent them in the tree.
+        """Return the state as a tree for JSON, which has a name in place of each tensor, and copies of the tensors by
+        name.
 
-        Raises the same as :func:`write_checkpoint`.
+        Raises TypeError as :func:`write_checkpoint` does.
         """
         tensors: dict[str, Tensor] = {}
 
@@ -84,7 +87,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> int:
-        """Return a hash of the state. Raises the same as :func:`write_checkpoint`."""
+        """Return a hash of the state. Raises TypeError as :func:`write_checkpoint` does."""
         content, tensors = self.encoded
         return zlib.crc32(_json(content), _crc(tensors))
 
@@ -98,7 +101,7 @@ def folder_of(root: Path, name: str) -> Path:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint, remove those that it replaces, and return its path.
+    """Write a checkpoint and return its path. Delete all but the newest :data:`KEPT` checkpoints in the folder.
 
     Raises:
         OSError: the disk is full, or the folder is not writable; the earlier checkpoints are unchanged.
@@ -168,12 +171,12 @@ def _not_json(error: ValueError) -> TypeError:
 
 
 def _dense(leaf: Any, where: str) -> Tensor:
-    """Return a copy of ``leaf`` that safetensors can write, or raise TypeError."""
+    """Return a copy of the tensor ``leaf`` that safetensors can write; raise TypeError if there is none."""
     from safetensors.torch import save
 
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{where} holds a {type(leaf).__name__}: expected tensors, numbers, text and None")
-    # A tensor subclass with its own dispatch (DTensor, MaskedTensor...) keeps its values elsewhere.
+    # Subclasses with their own dispatch (DTensor, MaskedTensor...) keep their values in other tensors.
     own = type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if own or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized or leaf.is_nested:
         kind = type(leaf).__name__ if own else "nested" if leaf.is_nested else str(leaf.layout)
@@ -205,7 +208,7 @@ def read_newest(folder: Path) -> Checkpoint | None:
     Damaged checkpoints that are passed over are logged.
 
     Raises:
-        ValueError: all checkpoints are damaged; a new start would replace them.
+        ValueError: there are checkpoints, and all are damaged.
     """
     for left in (*folder.glob(".*.part"), *folder.glob(".tmp*")):  # left by a process that was killed while writing
         with suppress(OSError):
@@ -250,7 +253,7 @@ def _checkpoint_of(content: dict[str, Any], tensors: dict[str, Tensor]) -> Check
     state: Any = OrderedDict(from_tree(content["state"], lambda name: tensors[name]))
     versions = from_tree(content.get("versions"), lambda name: tensors[name])
     if versions is not None:
-        state._metadata = versions  # without versions, a module would convert the state as one of an older version
+        state._metadata = versions  # without a version, modules take the state for an old one and convert it
     keys = {
         str(client): (int(low), [int(one) for one in applied]) for client, (low, applied) in content["keys"].items()
     }
@@ -281,7 +284,7 @@ def _crc_of_format_1(content: bytes, tensors: dict[str, Tensor]) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the folder to the disk, so that the new file's name lasts."""
+    """Flush the folder to the disk, so that the new file's name survives a crash of the system."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -293,7 +296,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_loadable(backend: ExpertBackend) -> None:
-    """Raise TypeError if the backend has a part into which its saved state could not be loaded."""
+    """Raise TypeError if some part of the backend could be saved but not loaded again."""
     scheduler = backend.scheduler
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise TypeError(
@@ -314,12 +317,12 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
     """Load a state, without changing the types of the saved optimizer state.
 
     torch's optimizers cast the state of each parameter to the parameter's dtype: masks and counters to float, complex
-    numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function keeps those casts only
-    if the expert itself has other dtypes than the saved one.
+    numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function undoes these casts,
+    unless the expert has other dtypes than the saved expert.
 
     Raises:
-        ValueError: the state comes from an optimizer of another kind, with which the first update would fail.
-        RuntimeError: the state is that of another expert.
+        ValueError: the state was saved with another kind of optimizer; the first update would fail.
+        RuntimeError: the state does not match the expert's modules.
     """
     opt, saved = backend.opt, state["_extra_state"].get("opt")
     options = [set(group) for group in getattr(opt, "param_groups", ())]
@@ -344,7 +347,7 @@ def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Return ``saved``, with its own types, on the device of ``loaded``."""
+    """Undo torch's casts: return the value ``saved`` with its original types, on the device of ``loaded``."""
     if isinstance(saved, Tensor):
         if not isinstance(loaded, Tensor):
             return saved
@@ -362,13 +365,15 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class FolderLock:
-    """A lock on a folder, which is created if necessary; held until :meth:`release` or the end of object or process.
+    """A lock on a folder, so that no two servers use it: each would save states without the updates of the other.
 
-    Of two servers with one folder, each would continue from a state without the other's updates. If the file system has
-    no locks, like some network file systems, a warning is logged, and nothing keeps others out.
+    Making the object creates the folder if necessary and locks it. The lock ends with :meth:`release`, when the object
+    is collected, or when the process ends. On a file system without locks, like some network file systems, a warning
+    is logged and nothing is locked.
 
     Raises:
-        OSError: another server holds it, in this process or another one; or the folder cannot be created or opened.
+        OSError: another server has locked the folder, in this process or another one; or the folder cannot be created
+            or opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -394,13 +399,13 @@ class FolderLock:
 def _unlock(descriptor: int) -> None:
     try:
         with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough while a fork has the descriptor open
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # close() would not unlock while a forked child has it open
     finally:
         os.close(descriptor)
 
 
 def _leave_to_parent() -> None:
-    """Close the descriptors in a fork, so that the locks end with the parent."""
+    """Close the descriptors that a forked child inherits: they would keep the folders locked after the parent's end."""
     for one in list(_held):
         if one._release.detach() is not None:
             os.close(one._descriptor)
@@ -421,7 +426,7 @@ class ExpertCheckpoints:
 
     Attributes:
         answered: number of requests so far, counted because a forward pass may change buffers without an update.
-        cannot_save: the reason why the state cannot be saved, as found by the last attempt; None if it can.
+        cannot_save: the error that says why the state cannot be saved, from the last attempt; None if it can.
     """
 
     def __init__(self, backend: ExpertBackend, journal: Journal, root: Path) -> None:
@@ -429,18 +434,19 @@ class ExpertCheckpoints:
         self._folder = folder_of(root, backend.name)
         self.answered = 0
         self.cannot_save: Exception | None = None
-        self._lock: FolderLock | None = None  # held until this server has saved for the last time
+        self._lock: FolderLock | None = None  # kept from load() until the server has saved for the last time
         self._saved_updates: int | None = None
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
-        # Two locks, since a write continues if save() is cancelled: an older state must not follow a newer one.
+        # The second lock is needed because a write continues when its save() is cancelled: the next save() must not
+        # write a newer state before it has ended.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
-        self._writes: set[asyncio.Future[None]] = set()  # a task without a reference may be collected
+        self._writes: set[asyncio.Future[None]] = set()  # asyncio itself keeps only weak references to tasks
 
     @property
     def saving(self) -> bool:
-        """True while a checkpoint is being made. Stays true for as long as the expert or the folder hangs."""
+        """True while a checkpoint is being made or written, even if this hangs."""
         return self._saving.locked() or self._writing.locked()
 
     @property
@@ -463,7 +469,7 @@ class ExpertCheckpoints:
 
         Raises:
             OSError: the checkpoint cannot be written.
-            TypeError: the expert's state cannot be saved; until it can, the expert is not trained any further.
+            TypeError: the expert's state cannot be saved. The server refuses to train the expert until it can be.
         """
         async with self._saving:
             try:
@@ -474,8 +480,8 @@ class ExpertCheckpoints:
             return saved
 
     async def _save(self) -> bool:
-        # Take the state first: every update in it has begun by then. So once the updates running now have ended,
-        # the keys of all updates in the state are known.
+        # Take the state first. All updates in it have begun by now, so once the requests that are running now have
+        # ended, the journal has the keys of all these updates.
         answered = self.answered
         state = await in_thread(self._backend.state_dict)
         updates: int = state["_extra_state"]["updates"]
@@ -493,14 +499,14 @@ class ExpertCheckpoints:
         return changed
 
     async def _write(self, checkpoint: Checkpoint) -> None:
-        async with self._writing:  # in the order in which the states were taken
+        async with self._writing:  # writes wait here in the order in which their states were taken
             self._claim()
             await in_thread(write_checkpoint, self._folder, checkpoint)
             self._saved_updates, self._saved_digest = checkpoint.updates, checkpoint.digest
 
     def updated(self) -> None:
-        """Test in the background, after the first update, whether the state can still be saved: optimizers create their
-        state in that update. Later calls do nothing.
+        """Test in the background whether the state can be saved. Call this after an update; only the first call does
+        anything, because optimizers create their state in the first update.
         """
         if self._first_update is None:
             self._first_update = asyncio.ensure_future(self._try_first_update())
@@ -516,8 +522,11 @@ class ExpertCheckpoints:
         try_checkpoint(self._folder, Checkpoint(self._backend.state_dict(), 0, {}))
 
     def _note(self, error: Exception) -> Exception:
-        """Set ``cannot_save`` if the state is the reason for ``error``; return one that names expert and folder."""
-        reason = describe_error(error).partition("\n")[0]  # torch may append a stack trace of C++
+        """Return an error like ``error`` whose message also names the expert and the folder.
+
+        If ``error`` is not an OSError, the state itself cannot be saved: set ``cannot_save``.
+        """
+        reason = describe_error(error).partition("\n")[0]  # torch may append a C++ stack trace
         text = f"{self._backend.name!r} cannot be saved in {self._folder}: {reason}"
         if isinstance(error, OSError):
             return OSError(text)
@@ -530,9 +539,9 @@ class ExpertCheckpoints:
         """Lock the folder and load the newest checkpoint, before the expert is served; return False if there is none.
 
         Raises:
-            RuntimeError: the checkpoint has the state of another expert.
-            ValueError: all checkpoints are damaged, the newest one comes from an optimizer of another kind, or the
-                expert has made more updates than the newest one contains.
+            RuntimeError: the state in the checkpoint does not match the expert's modules.
+            ValueError: all checkpoints are damaged; or the newest one was saved with another kind of optimizer, or
+                after fewer updates than the expert has made.
             TypeError: the expert's state cannot be saved.
             OSError: checkpoints cannot be written to the folder, or another server uses it.
         """
@@ -581,14 +590,14 @@ class ExpertCheckpoints:
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Return ``function(*arguments)``, called on a new thread.
 
-    A function that never returns delays neither other calls, as it would in an executor with few threads, nor the end
-    of the process.
+    A function that never returns delays no other call (it would in an executor with few threads), and does not prevent
+    the process from ending.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # done if the caller was cancelled
+        if not done.done():  # it is done already if the caller was cancelled
             set_outcome(outcome)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Servers of experts from a terminal.
+"""Command-line interface of servers of experts.
 
 - ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM or Ctrl-C;
 - ``python -m pymoe.remote info HOST:PORT`` prints the description of a server;
@@ -37,7 +37,7 @@ DRAIN_CHECK_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit status: 1 if there is no such server, or it cannot serve or save."""
+    """Run the command and return its exit status. If it fails, print the error and return 1."""
     parser = CommandLine(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return {"serve": serve, "info": info, "drain": drain, "top": watch}[options.command](options)
     except (OSError, ValueError, TypeError, RuntimeError, LookupError, ImportError, OverflowError) as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # wrong values need no class
+        # A ValueError mostly means a wrong option, and the name of its type would say nothing more.
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         print(printable(f"{PROGRAM} {options.command}: {kind}{error}"), file=sys.stderr)
         return 1
 
@@ -88,7 +89,10 @@ def _add_security(parser: argparse.ArgumentParser, authorities: str) -> None:
 
 
 def security_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return ``tls`` and ``token`` from a command's options. Tokens are in files, because ``ps`` shows options."""
+    """Return the arguments ``tls`` and ``token`` for a command's options.
+
+    The token is read from a file, because other users can see the options of a process.
+    """
     files = (options.tls_cert, options.tls_key, options.tls_ca)
     tls = TLS(*files) if any(files) else None
     token = None if options.token_file is None else options.token_file.read_text().strip()
@@ -96,7 +100,7 @@ def security_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal or a client's ``drain`` ends the server."""
+    """Serve until a signal or a client's ``drain`` ends the server. Do not wait for an expert that hangs then."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -137,10 +141,10 @@ def _say(line: str) -> None:
 
 
 def function_of(factory: str) -> Callable[[], Any]:
-    """Return the function that ``MODULE:FUNCTION`` names; modules in the current folder are found, too.
+    """Import and return the function that ``factory`` names. First add the current folder to ``sys.path``.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: ``factory`` is not of the form ``MODULE:FUNCTION``.
         ImportError: there is no such module or function.
     """
     module, colon, function = factory.partition(":")
@@ -196,9 +200,9 @@ def described(address: str, found: wire.Info) -> str:
 
 
 class WatchedServer:
-    """Reads the pools of a server repeatedly, and reports the numbers since the previous read.
+    """Reads the statistics of a server's pools repeatedly; each report covers the time since the previous one.
 
-    Raises the same as :func:`~pymoe.remote.connect`.
+    The constructor raises the errors of :func:`~pymoe.remote.connect`.
     """
 
     def __init__(self, address: str, **security: Any) -> None:
@@ -234,12 +238,12 @@ class WatchedServer:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Show the pools of a server until Ctrl-C, or once."""
+    """Show the pools of a server until Ctrl-C, or once with ``--once``."""
     return show(WatchedServer(options.address, **security_of(options)), options, must_be_there=True)
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Drain a server, and wait for its end; return 1 if experts were not saved, or it has not ended in time."""
+    """Drain a server and wait until it has ended; return 1 if experts were not saved or it has not ended in time."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

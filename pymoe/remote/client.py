@@ -1,4 +1,4 @@
-"""connect(): the experts of a server as backends of this process."""
+"""Connects to a server, and provides its experts as backends that are used like backends of this process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class RemoteBackend:
 
     Attributes:
         name: name of the expert.
-        trains: true if backward passes update it.
-        max_batch_size: largest number of rows that its server runs at once.
+        trains: true if backward passes update the expert.
+        max_batch_size: the maximum number of rows that the server runs at once.
         forward_pool: the pool of the forward pass, used like the pool of an ExpertBackend.
         backward_pool: the same for the backward pass.
     """
@@ -87,8 +87,8 @@ class Connection(Channel):
 
     Attributes:
         address: the server's address.
-        client: the name by which the server knows this connection, and under which backward requests are numbered.
-        counts: ``attempts``, ``retries`` and ``lost`` (attempts that ended with the connection).
+        client: a unique name of this connection for the server; it is part of the keys of backward requests.
+        counts: the numbers of ``attempts``, ``retries`` and ``lost`` attempts (those that a broken connection ended).
     """
 
     def __init__(self, address: str, **options: Any) -> None:
@@ -98,9 +98,9 @@ class Connection(Channel):
         self._runtime: Runtime | None = None
 
     def backends(self, *names: str) -> list[RemoteBackend]:
-        """Return the experts with these names, or without names, all that the server has now.
+        """Return the experts with these names. Without arguments, return all experts that the server has now.
 
-        An expert is represented by the same object every time.
+        Each call returns the same object for the same expert.
 
         Raises:
             LookupError: the server does not have such an expert.
@@ -112,7 +112,7 @@ class Connection(Channel):
                 hint = suggestion(name, experts)
                 raise LookupError(f"{self.address}: there is no expert {name!r}, only {sorted(experts)}{hint}")
         with self._changes:
-            self.check_usable()  # after close(), nothing would end a new runtime
+            self.check_usable()  # a runtime that is started after close() would never be shut down
             wanted = list(names or experts)
             new = [RemoteBackend(self, name, experts[name]) for name in wanted if name not in self._backends]
             if new and self.coalesce:
@@ -121,8 +121,10 @@ class Connection(Channel):
             return [self._backends[name] for name in wanted]
 
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
-        """Serve the pools of new backends with a runtime. Calls wait on its threads, so there is one for every pool, up
-        to a limit.
+        """Serve the pools of the backends ``new`` with this connection's runtime, which the first call starts.
+
+        A call occupies a thread of the runtime until its answer arrives, so the runtime has one thread for each pool,
+        up to :data:`MAX_THREADS`. ``experts`` is the number of experts of the server.
         """
         if self._runtime is None:
             self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MAX_THREADS), monitor=False)
@@ -142,7 +144,7 @@ class Connection(Channel):
         with self._changes:
             runtime = self._runtime
         if runtime is not None:
-            runtime.shutdown()  # calls that have not begun raise ServerLost when they begin
+            runtime.shutdown()  # queued requests raise ServerLost as soon as they run
         return True
 
     def __enter__(self) -> Self:
@@ -190,8 +192,8 @@ def connect(
         coalesce: combine the rows of all callers of an expert into one call. False sends each request separately and
             immediately.
         retries: repeat requests until their deadline while the server is gone or overloaded; all attempts of a backward
-            request have the same key, which is applied once. Use False for members of a mixture, which has others to
-            ask.
+            request have the same key, so that the server applies the request once. Use False for the experts of a
+            mixture, which can ask other experts instead.
         wait: seconds to wait for a server that cannot be reached yet.
 
     Raises:

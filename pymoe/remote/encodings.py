@@ -5,10 +5,10 @@ The error of a float32 or float64 number x on arrival:
 - ``raw``: none.
 - ``bf16``: at most ``2^-8 * abs(x)``, for normal numbers up to 3.38e38; half the bytes of float32. Infinity and NaN
   are preserved.
-- ``int8``: at most ``m / 254``, where m is the largest absolute value in x's block, plus the rounding of float32 (a
-  relative 2^-20 of m); in blocks with m < 1.5e-36 at most 6e-39. About a quarter of the bytes of float32. In a block
-  that contains NaN, infinity or a number beyond float32, every element becomes NaN, so that no invalid result looks
-  valid. A block never contains elements of two rows, because rows of one message may belong to different callers.
+- ``int8``: at most ``m / 254``, where m is the largest absolute value in x's block, plus the rounding error of float32
+  (at most ``2^-20 * m``); in blocks with m < 1.5e-36 at most 6e-39. About a quarter of the bytes of float32. In a block
+  that contains NaN, infinity or a number too large for float32, every element becomes NaN, so that no invalid result
+  looks valid. A block never contains elements of two rows, because rows of a message may belong to different callers.
 
 A tensor that ``int8`` would not make shorter, such as one with a single element per row, is sent raw. Under ``bf16``,
 16-bit floating-point tensors are unchanged; under ``int8`` their values are rounded to their dtype on arrival.
@@ -55,8 +55,8 @@ _NUMPY_DTYPES = {
     **{torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16, torch.uint8: np.uint8},
     **{torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8},
 }
-"""Dtypes that numpy has, too. Only numpy copies their raw bytes: torch's operators release the GIL, and in a busy
-process other threads would take it."""
+"""Dtypes that numpy has, too. Their raw bytes are copied by numpy and not by torch, whose operators release the GIL: in
+a busy process, it takes long to get the GIL back."""
 ALIGNMENT = 64
 """Alignment of new memory in bytes, the same as torch's."""
 
@@ -113,11 +113,11 @@ def encode(tensor: Tensor, encoding: str) -> memoryview:
 def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], encoding: str) -> Tensor:
     """Return the decoded tensor, in aligned and writable memory.
 
-    Bytes of a message are copied, for ``raw`` only once. If ``data`` is a tensor of bytes, the result may share its
+    Bytes in a memoryview are copied (just once for ``raw``). If ``data`` is a uint8 tensor, the result may share its
     memory.
 
     Raises:
-        WireError: the dtype has no such encoding, no tensor has such a shape, or the number of bytes is wrong.
+        WireError: the encoding does not exist for this dtype, the shape is invalid, or the number of bytes is wrong.
     """
     if encoding not in ENCODINGS or (encoding != "raw" and not dtype.is_floating_point):
         raise WireError(f"there is no encoding {encoding[:32]!r} of {dtype}")
@@ -153,7 +153,7 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
 
 
 def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes as elements of ``dtype``; copy those of a message, which are read-only and unaligned."""
+    """Return the bytes ``data`` as a vector of ``dtype``. A memoryview is copied: it is read-only, maybe unaligned."""
     if isinstance(data, Tensor):
         return data.view(dtype)
     memory = torch.empty(data.nbytes, dtype=torch.uint8)
@@ -162,19 +162,22 @@ def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor that has elements as a matrix, with all dimensions after the first flattened into one."""
+    """Flatten all dimensions after the first into one, and return the matrix. ``tensor`` must not be empty."""
     return tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
 def _parts(rows: Tensor) -> list[Tensor]:
-    """Return views of the rows of shape (rows, blocks, block size): the full blocks, and the shorter last ones."""
+    """Divide the rows into blocks; return a view of all full blocks and a view of the shorter last block of each row.
+
+    The shape of a view is (rows, blocks, block size). A view without elements is left out.
+    """
     full = rows.shape[1] // BLOCK * BLOCK
     parts = rows[:, :full].unflatten(1, (-1, BLOCK)), rows[:, None, full:]
     return [part for part in parts if part.numel()]
 
 
 def _to_int8(rows: Tensor) -> Tensor:
-    """Return the bytes of all blocks' scales, followed by the codes: integers from -127 to 127."""
+    """Return the encoded rows as a uint8 vector: the float32 scales of all blocks, then the codes, as int8."""
     scales, codes = [], []
     for part in _parts(rows):
         scale = (part.abs().amax(2) / 127).clamp(min=SMALLEST_SCALE)  # clamp() preserves NaN

@@ -1,8 +1,8 @@
 """Errors between machines: exceptions in a process, status codes on the wire.
 
-A server names its exception in the trailing metadata ``pymoe-error``. A status without it comes from gRPC itself: the
-connection broke, a deadline passed, or the server does not speak this protocol. Only the types in :data:`KNOWN` are
-ever raised by name.
+A server sends the type of its exception as the trailing metadata ``pymoe-error``. A status without this metadata comes
+from gRPC itself: the connection broke, a deadline passed, or the server does not speak this protocol. A client raises
+the types in :data:`KNOWN`, and :class:`RemoteExpertError` in place of any other.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ class WireError(ValueError):
 
 
 class AppliedError(RuntimeError):
-    """Raised if a backward request was or may have been applied, and its answer is gone. It is not applied again."""
+    """Raised if a backward request has been applied, or may have been, and its answer is no longer available.
+
+    The server does not apply the request again.
+    """
 
 
 class RemoteExpertError(RuntimeError):
-    """Raised if the expert's exception has a type that is not sent by name; the message begins with the type."""
+    """Raised in place of an expert's exception of a type that is not in :data:`KNOWN`; the message names the type."""
 
 
 _KINDS: tuple[type[Exception], ...] = (
@@ -59,7 +62,7 @@ _KINDS: tuple[type[Exception], ...] = (
     *(ArithmeticError, FloatingPointError, OverflowError, ZeroDivisionError),
 )
 KNOWN = {kind.__name__: kind for kind in _KINDS}
-"""Exceptions, by name, that have the same type on the client as on the server."""
+"""The exceptions that a client raises with the same type as the server, by name."""
 
 CODES: dict[type[BaseException], StatusCode] = {
     AppliedError: StatusCode.ABORTED,
@@ -94,7 +97,7 @@ HINTS = {
     "CERTIFICATE_VERIFY_FAILED": "; TLS(ca=), --tls-ca, must hold the authority that signed the server's certificate",
     "Hostname Verification Check failed": "; connect by a name that is in the server's certificate",
 }
-"""Hints to append to gRPC's messages, which do not say what to do, by a part of the message."""
+"""Hints that are appended to gRPC's messages, which do not say what to do. The keys are parts of the messages."""
 
 
 def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, str], ...]]:
@@ -108,7 +111,7 @@ def to_status(error: BaseException) -> tuple[StatusCode, str, tuple[tuple[str, s
 
 
 def _short(text: str) -> str:
-    """Return the beginning of ``text`` that may be sent, with ``?`` for characters that UTF-8 cannot encode."""
+    """Return ``text``, cut to the length that can be sent, with ``?`` in place of lone surrogates."""
     text = text[:MAX_TEXT].encode(errors="replace").decode()
     left = MAX_TEXT
     for place, character in enumerate(text):

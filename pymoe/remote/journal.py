@@ -1,17 +1,18 @@
 """Keys of an expert's applied backward requests, so that none is applied twice, even after the server restarts.
 
-A request has a key, (client, seq). The client numbers its requests, and sends the same key with every attempt. Its
-``ack`` promises that there are no further attempts with any number below it. A key is
+A request has a key, (client, seq), where seq is the client's number of the request; every attempt to send the request
+has the same key. A client also sends ``ack``: it will make no more attempts with numbers below ``ack``. A key is
 
-- **new**: it runs, and ends as applied, in an update with a number, or as not applied;
-- **running**: a further attempt joins the first and gets its answer;
-- **applied**: a further attempt gets the kept answer, or :class:`~pymoe.remote.errors.AppliedError` if it is gone;
-- **forgotten**, if its number is below ``ack``: a late attempt raises AppliedError, because its outcome is unknown.
+- **new**: the request is run. Afterwards the key is applied, or new again if the request was not applied;
+- **running**: another attempt waits for the first one and gets the same answer;
+- **applied**: another attempt gets the stored answer, or :class:`~pymoe.remote.errors.AppliedError` if the answer has
+  been dropped;
+- **forgotten**, if its number is below ``ack``: a late attempt raises AppliedError, because the outcome is unknown.
 
-A state that has seen U updates is saved together with the keys applied in updates up to U, so that both are lost
-together or not at all. A key that was applied later and lost with its update is new again.
+A checkpoint of a state after U updates contains the keys that were applied in updates 1 to U. So if the server restarts
+from the checkpoint, later updates are lost together with their keys: these keys are new again.
 
-All methods are for one thread, the thread of the server's event loop.
+Use all methods on one thread, that of the server's event loop.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from pymoe.remote.errors import AppliedError
 from pymoe.runtime import QueueFull
 
 AppliedKeys = dict[str, tuple[int, list[int]]]
-"""For each client, the number below which all keys are forgotten, and the applied numbers from there on."""
+"""For each client: the number below which all keys are forgotten, and the numbers of all other applied keys."""
 MAX_OPEN = 4096
-"""Largest number of keys that a client may leave unacknowledged."""
+"""Maximum number of keys of a client that are running or applied, and not yet below its ``ack``."""
 MAX_CLIENTS = 65536
 KEEP_CLIENT_S = 3600.0
 """Seconds after a client's last request until it may be forgotten."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
-"""Stands for an update's number if some rows of a request were applied and others failed."""
+"""Used in place of an update's number if some rows of a request were applied and others failed."""
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class Applied:
     """The outcome of a backward request that has run."""
 
     update: int | None
-    """Number of the first update that contains any row of the request, or :data:`IN_PART`; None: nothing was
+    """Number of the first update that contains any row of the request, or :data:`IN_PART`; None if nothing was
     applied.
     """
     answer: Sequence[Tensor] | None = None
@@ -66,21 +67,21 @@ class _Client:
     seen: float
     low: int = 0
     running: dict[int, _RunningRequest] = field(default_factory=dict)
-    applied: dict[int, int] = field(default_factory=dict)  # seq -> Applied.update
+    applied: dict[int, int] = field(default_factory=dict)  # seq -> the Applied.update of the request
 
 
 class Journal:
     """Records which backward requests of one expert have been applied, by their keys.
 
     Args:
-        incarnation: name of this run of the server.
-        now: the clock, in seconds.
+        incarnation: a name that is different after each start of the server.
+        now: returns the time in seconds on a monotonic clock.
     """
 
     def __init__(self, incarnation: str, now: Callable[[], float] = time.monotonic) -> None:
         self.incarnation = incarnation
         self._now = now
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # ordered by their latest requests
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the client with the latest request is the last
         self._answers: OrderedDict[tuple[str, int], tuple[Sequence[Tensor], int]] = OrderedDict()
         self._bytes = 0
 
@@ -95,28 +96,30 @@ class Journal:
         incarnation: str = "",
         age: float = 0.0,
     ) -> tuple[Sequence[Tensor], bool]:
-        """Run a request, unless an earlier attempt was applied, and return the answer.
-
-        Return also whether an earlier attempt was applied.
+        """Run a request, unless an earlier attempt was applied, and return its answer.
 
         Args:
-            client: with ``seq``, the key.
-            seq: number of the request among the client's requests.
-            ack: the client sends no further attempts for keys below this one.
-            run: called if the key is new; starts the request, and returns an awaitable of its outcome and a function
-                that cancels it if it has not begun. That function is called when no attempt waits for the answer any
-                more.
+            client: name of the client, the first part of the key.
+            seq: the client's number of the request, the second part of the key.
+            ack: the client makes no more attempts with numbers below this one.
+            run: starts the request. Called only if the key is new. Returns an awaitable of the outcome, and a function
+                that cancels the request if it has not begun; the function is called if all attempts stop waiting for
+                the answer.
             attempt: number of earlier attempts of the request.
-            incarnation: the server run that last answered a backward request of the client; empty before the first
-                answer. If that was this run and the client is unknown, the client has been forgotten.
+            incarnation: the ``incarnation`` of the journal when the server last answered a backward request of the
+                client; empty before the first answer. If it is still the same and the client is unknown, the client
+                has been forgotten.
             age: seconds since the first attempt. If the client is unknown and this is too long, the client may have
                 been forgotten.
 
+        Returns:
+            The answer, and whether an earlier attempt was applied.
+
         Raises:
-            AppliedError: the request was or may have been applied, and its answer is gone.
-            QueueFull: the client has too many open keys, or there are too many clients.
-            BaseException: any exception that ``run`` raises or reports. Then the key is new again, unless some rows
-                were applied.
+            AppliedError: the request has been applied, or may have been, and its answer is no longer available.
+            QueueFull: too many requests of the client are not yet below its ``ack``, or there are too many clients.
+            BaseException: any exception that ``run`` raises or the outcome contains. The key is then new again, unless
+                some rows were applied.
         """
         known = self._know(client, ack, attempt, incarnation, age)
         while True:
@@ -130,13 +133,13 @@ class Journal:
             found = await self._wait(running)
             if found.update is not None and found.answer is not None:
                 return found.answer, True
-            # The first attempt has failed, or was cancelled when its connection broke. Nothing was applied, so this
-            # attempt may run.
+            # The other attempt has failed, or was cancelled when its connection broke. If nothing was applied, this
+            # attempt runs the request; otherwise the loop finds it among the applied ones.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            # Allow only half of the time, since the client's clock may run at another speed.
+            # Only half of KEEP_CLIENT_S is safe, because the client's clock may run at another speed.
             if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
                 raise AppliedError(f"the client {name!r} was forgotten: its request may have been applied")
             self._make_room()
@@ -151,7 +154,10 @@ class Journal:
         return known
 
     def _make_room(self) -> None:
-        """Forget only clients that were silent for long: a request of a forgotten client could be applied twice."""
+        """Forget clients that were silent for :data:`KEEP_CLIENT_S` seconds; raise QueueFull if too many remain.
+
+        No other client is forgotten: a request of a forgotten client could be applied twice.
+        """
         for name, one in list(self._clients.items()):
             if self._now() - one.seen <= KEEP_CLIENT_S:
                 break
@@ -180,7 +186,7 @@ class Journal:
         outcome, cancel = run()
         running = known.running[seq] = _RunningRequest(asyncio.get_running_loop().create_future(), cancel)
 
-        async def settle() -> None:  # runs even if the client has disconnected, to record the outcome
+        async def settle() -> None:  # a separate task, to record the outcome even if the client has disconnected
             try:
                 found = await outcome
             except BaseException as error:
@@ -189,7 +195,7 @@ class Journal:
             running.done.set_result(found)
 
         task = asyncio.ensure_future(settle())
-        running.done.add_done_callback(lambda _: task)  # a task without a reference may be collected
+        running.done.add_done_callback(lambda _: task)  # asyncio itself keeps only weak references to tasks
         found = await self._wait(running)
         if found.error is not None:
             raise found.error
@@ -199,7 +205,7 @@ class Journal:
     async def _wait(self, running: _RunningRequest) -> Applied:
         running.waiters += 1
         try:
-            return await asyncio.shield(running.done)  # a waiter that leaves must not cancel the request for the others
+            return await asyncio.shield(running.done)  # cancelling one attempt must not cancel the others
         finally:
             running.waiters -= 1
             if not running.waiters and not running.done.done():
@@ -224,15 +230,15 @@ class Journal:
         self._bytes -= size
 
     async def settled(self) -> None:
-        """Wait until all requests that run now have ended."""
+        """Wait until all requests that are running now have ended."""
         running = [one.done for client in self._clients.values() for one in client.running.values()]
         if running:
             await asyncio.wait(running)
 
     def keys(self, updates: int) -> AppliedKeys:
-        """Return the keys of the requests that a state with ``updates`` updates contains.
+        """Return the keys to save with a state after ``updates`` updates: those that were applied in these updates.
 
-        None of these requests may still be running: see :meth:`settled`.
+        First wait with :meth:`settled`: the keys of requests that are still running are not included.
         """
         return {
             name: (client.low, sorted(seq for seq, update in client.applied.items() if update <= updates))
@@ -240,7 +246,7 @@ class Journal:
         }
 
     def restore(self, keys: AppliedKeys) -> None:
-        """Replace all keys with those of a loaded state, which have no answers."""
+        """Replace all keys with those of a checkpoint, and drop all answers."""
         now = self._now()
         self._answers.clear()
         self._bytes = 0

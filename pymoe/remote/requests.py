@@ -1,8 +1,8 @@
-"""Requests to an expert on another machine: from a pool, through one or more attempts, to the answer.
+"""Requests to an expert on another machine: pools, the calls that they make, and the attempts of a call.
 
-A pool sends its requests one by one (:class:`DirectPool`), or the rows of many callers together
-(:class:`CoalescingPool`). What it sends is a :class:`RemoteCall`, which is repeated after a failure of the connection;
-all attempts of a backward call carry the same number, so that the server applies it once.
+A pool makes a :class:`RemoteCall` for each request (:class:`DirectPool`), or for the rows of many requests together
+(:class:`CoalescingPool`). If the connection breaks, another attempt sends the call again. All attempts of a backward
+call have the same number, so that the server applies the call once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from pymoe.runtime.timers import call_later, call_soon
 
 Method = Literal["Forward", "Backward"]
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Pauses between two attempts: each is twice the one before, times a random factor from 0.5 to 1."""
+"""Seconds of the first pause between two attempts, and of the longest one. Each pause is twice the one before, and is
+multiplied by a random factor from 0.5 to 1."""
 MAX_UNDER_WAY = 1024
 """The maximum number of unanswered requests of a :class:`DirectPool`."""
 _LOST = {StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED}
 
 
 class RequestNumbers:
-    """Numbers of one expert's backward requests, by which the server recognises further attempts. Thread-safe."""
+    """Numbers the backward requests of one expert, so that the server recognises repeated attempts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,32 +52,32 @@ class RequestNumbers:
         self._open: set[int] = set()
 
     def new(self) -> int:
-        """Return the next number, which is open until :meth:`close`."""
+        """Return the next number. It is open until it is passed to :meth:`close`."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._open.add(number)
             return number
 
     def close(self, number: int) -> None:
-        """Close ``number``: there is no further attempt with it."""
+        """Close ``number``: no attempts with it will follow."""
         with self._lock:
             self._open.discard(number)
 
     def ack(self) -> int:
-        """Return the lowest open number: there is no further attempt with any number below it."""
+        """Return the lowest open number: no attempts with numbers below it will follow."""
         with self._lock:
             return min(self._open, default=self._next)
 
 
 class ExpertStub:
-    """Keeps the client's information about an expert, from the server's description.
+    """The client's information about an expert, from the server's description and from answers.
 
     Attributes:
         schema: the schema of its requests.
         numbers: the numbers of its backward requests.
-        updates: number of updates that the expert had made by its last answer.
-        answered_by: the server run that last answered a backward request; empty before the first answer.
-        max_batch_size: largest number of rows that the server runs at once.
+        updates: the number of updates of the expert according to its last answer.
+        answered_by: the ``incarnation`` of the server that last answered a backward request; empty before that.
+        max_batch_size: the maximum number of rows that the server runs at once.
 
     Raises:
         ProtocolError: the description is malformed.
@@ -111,15 +112,16 @@ class ExpertStub:
 
 
 class RemoteCall:
-    """A request to the server, with what all of its attempts share: message, deadline and, if backward, number.
+    """A request to the server: the tensors, the deadline and the number that all of its attempts share.
 
-    The creator calls :meth:`end` once, after the last attempt.
+    Only backward requests have a number. Unless :meth:`run` is used, the caller must call :meth:`end` after the last
+    attempt.
 
     Args:
-        stub: the expert to ask.
-        method: the pass.
+        stub: the expert that receives the request.
+        method: the pass to run.
         tensors: the flat inputs, followed by the gradients of the outputs for a backward pass.
-        deadline: time on the monotonic clock.
+        deadline: a time of ``time.monotonic()``.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, tensors: Sequence[Tensor], deadline: float) -> None:
@@ -141,7 +143,7 @@ class RemoteCall:
             self._request.seq, self._request.backward = stub.numbers.new(), True
 
     def end(self) -> None:
-        """Close the request's number, if it has one, so that the server may forget the request."""
+        """Close the number of a backward request: later requests tell the server that it may forget this request."""
         if self._request.seq >= 0:
             self.stub.numbers.close(self._request.seq)
 
@@ -150,7 +152,7 @@ class RemoteCall:
 
         Raises:
             TimeoutError: the deadline has passed.
-            ServerLost, QueueFull: the deadline has passed, and an earlier attempt failed for this reason.
+            ServerLost, QueueFull: the deadline has passed, and the last attempt failed for this reason.
         """
         request = self._request
         now = time.monotonic()
@@ -166,7 +168,7 @@ class RemoteCall:
         return message, seconds
 
     def _begin(self, head: bytes, seconds: float) -> Any:
-        """Send a message as a separate gRPC call, and return gRPC's future."""
+        """Send the message ``head`` and its frames as a separate gRPC call, and return gRPC's future."""
         size = len(head) + sum([data.nbytes for data in self._tail])
         options = {"timeout": seconds, "metadata": (*self.channel.metadata, (wire.SIZE_KEY, str(size)))}
         if not self._tail:
@@ -178,16 +180,19 @@ class RemoteCall:
         head, seconds = self._next_attempt()
         try:
             return self._begin(head, seconds)
-        except ValueError as error:  # from gRPC: the channel was closed
+        except ValueError as error:  # raised by gRPC if the channel was closed
             raise ServerLost(f"{self._where}: {error}") from None
 
     def run(self) -> tuple[Any, ...]:
-        """Send the request on a stream, repeatedly if necessary until the deadline, and return the answer.
+        """Send the request on a stream and return the answer; if an attempt fails, repeat it until the deadline.
+
+        This calls :meth:`end`.
 
         Raises:
             ServerLost: the server cannot be reached.
             TimeoutError: there was no answer by the deadline.
-            AppliedError: a backward request was applied, and its answer is gone.
+            ProtocolError: the answer is malformed or does not fit the expert's schema.
+            AppliedError: a backward request has been applied, or may have been, and its answer is no longer available.
             QueueFull: the server has no room.
             ValueError, TypeError, LookupError, PermissionError: the server refuses the request.
             Exception: the exception of the expert.
@@ -205,17 +210,16 @@ class RemoteCall:
                     pause = self.pause_after(failed)
                 except WireError as error:
                     raise ProtocolError(f"{self._where}: {error}") from None
-                except ValueError as error:  # from gRPC: the channel was closed
+                except ValueError as error:  # raised by gRPC if the channel was closed
                     raise ServerLost(f"{self._where}: {error}") from None
                 time.sleep(pause)
         finally:
             self.end()
 
     def pause_after(self, failed: Any) -> float:
-        """Return the pause in seconds between a failed attempt and the next one.
+        """Return the seconds to wait after the failed attempt, or raise its error if it must not be repeated.
 
-        Raises:
-            Exception: the exception that the failure stands for, if there must not be another attempt.
+        An attempt is repeated if the connection broke or the server was overloaded, unless ``retries`` is off.
         """
         error = from_status(failed, self._where)
         from_server = KIND_KEY in dict(failed.trailing_metadata() or ())
@@ -232,7 +236,11 @@ class RemoteCall:
         return min(pause, max(0.0, self.deadline - time.monotonic()))
 
     def read(self, message: bytes) -> tuple[Any, ...]:
-        """Decode a reply that is a single message, and return its :meth:`answer`."""
+        """Decode a reply without frames, and return the result of :meth:`answer`.
+
+        Raises:
+            ProtocolError: the reply is malformed or does not fit the expert's schema.
+        """
         try:
             return self.answer(wire.decode(message, wire.Reply))
         except WireError as error:
@@ -240,6 +248,8 @@ class RemoteCall:
 
     def answer(self, reply: wire.Reply, tail: wire.Tail | None = None) -> tuple[Any, ...]:
         """Return the flat outputs, or the gradients of the flat inputs, on the device of the first input.
+
+        Also update the ``stub`` from the reply.
 
         Raises:
             WireError: the tensors are malformed.
@@ -273,7 +283,7 @@ class RemoteCall:
 
 
 class _RemotePool:
-    """A pool of one pass of a remote expert."""
+    """Base class of the pools of a remote expert."""
 
     _stub: ExpertStub
 
@@ -289,12 +299,12 @@ class _RemotePool:
 
 
 class CoalescingPool(_RemotePool, TaskPool):
-    """Combines the rows of all waiting callers into one call, as a local pool does; one call is under way at a time.
+    """Combines the rows of all waiting requests into one call, as a local pool does; one call is under way at a time.
 
-    If no other request waits, a request is sent immediately. The deadline of a call is the latest deadline of those of
-    its requests whose futures still exist. ``future.cancel()`` withdraws a request until its call has begun; after that
-    the request is treated like one in a running batch. A request with more rows than the server runs at once is sent in
-    several calls.
+    A request is sent immediately if no call is under way and no other request waits. The deadline of a call is the
+    latest deadline of its requests; requests whose futures have been dropped do not count. ``future.cancel()``
+    withdraws a request that has not been sent, and acts on a sent one as on a request in a running batch. A request
+    with more rows than the server runs at once is sent in several calls.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -310,12 +320,12 @@ class CoalescingPool(_RemotePool, TaskPool):
 
     def _ask(self, *tensors: Tensor) -> tuple[Any, ...]:
         left = patience_of_batch()
-        # None means that none of the futures exists any more.
+        # `left` is None if all futures of the batch have been dropped.
         deadline = time.monotonic() + (self._stub.channel.timeout if left is None else left)
         if self._method == "Forward":
             return RemoteCall(self._stub, self._method, tensors, deadline).run()
-        # A backward call must not be interrupted: its batch would return to the queue, and be sent again with another
-        # number.
+        # An interrupted batch returns to the queue. A backward call would be sent again under another number and might
+        # be applied twice.
         try:
             with uninterrupted():
                 return RemoteCall(self._stub, self._method, tensors, deadline).run()
@@ -344,15 +354,16 @@ class CoalescingPool(_RemotePool, TaskPool):
 
 
 class RemoteFuture(concurrent.futures.Future):
-    """The outcome of a request that was sent separately. ``cancel()`` also removes it from the server's queue.
+    """The future of a request to a :class:`DirectPool`. ``cancel()`` also removes the request from the server's queue.
 
-    Callbacks run one after the other on a thread of :mod:`pymoe.runtime.timers`, where they may block and wait for
-    other requests; the request counts as under way until they have ended. The callbacks of a cancelled request run in
-    ``cancel()``, and a callback that is added to a future that is done runs in ``add_done_callback()``.
+    The callbacks of a request run one after the other on a thread of :mod:`pymoe.runtime.timers`. They may block, and
+    may wait for other requests; until they have ended, the request counts towards the pool's limit. The callbacks of a
+    cancelled request run in ``cancel()``. A callback that is added after the request is done runs in
+    ``add_done_callback()``.
     """
 
-    _attempt: Any = None  # future of gRPC
-    _may_block = False  # true if a callback may block, and so needs a thread of timers
+    _attempt: Any = None  # gRPC's future of the latest attempt
+    _may_block = False  # true if there may be callbacks that block; they then run on a thread of timers
 
     def add_done_callback(self, function: Callable[[Any], Any]) -> None:
         """Call ``function(future)`` once the request is done or cancelled."""
@@ -361,18 +372,18 @@ class RemoteFuture(concurrent.futures.Future):
         super().add_done_callback(function)
 
     def _tell(self, function: Callable[[Any], Any]) -> None:
-        """Add a callback that does not block; see :func:`pymoe.runtime.future.tell`."""
+        """Add a callback that must not block; see :func:`pymoe.runtime.future.tell`."""
         super().add_done_callback(function)
 
     def cancel(self) -> bool:
-        """Cancel the request; return False if it is done. If the server has begun to run it, it runs to its end."""
+        """Cancel the request; return False if it is done. A request that the server is running runs to its end."""
         cancelled = super().cancel()
         if cancelled and self._attempt is not None:
             self._attempt.cancel()
         return cancelled
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Wait in an event loop; cancelling the task that awaits cancels the request."""
+        """Wait for the result in an event loop. Cancelling the task that awaits cancels the request."""
         return outcome(self)
 
 
@@ -404,7 +415,8 @@ class DirectPool(_RemotePool):
     """Sends each request separately and immediately. Suits few callers with long requests, and requests that may be
     cancelled.
 
-    If a request waits because too many are under way, and its caller gives it up meanwhile, it is never sent.
+    While :data:`MAX_UNDER_WAY` requests are unanswered, further requests wait. A waiting request whose caller gives up
+    is never sent.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -415,10 +427,10 @@ class DirectPool(_RemotePool):
         self._line = RoomLine(self._permits.wait)
 
     def submit_task(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> RemoteFuture:
-        """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`, without priorities.
+        """Send a request and return its future, like :meth:`pymoe.runtime.TaskPool.submit_task`; ignore ``priority``.
 
         Raises:
-            QueueFull: too many requests were under way for as long as this one could wait.
+            QueueFull: :data:`MAX_UNDER_WAY` requests were unanswered until the timeout of this one.
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
@@ -436,15 +448,15 @@ class DirectPool(_RemotePool):
         return await submit_when_there_is_room(self, tensors, self._seconds(timeout), priority)
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request, await its answer and return it, without blocking the event loop if too many are under way."""
+        """Send a request and return its answer. Nothing blocks the event loop, even if the request must wait."""
         return await (await self._queue(tensors, timeout))
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Send a request, wait for the answer, and return it."""
+        """Send a request, wait for its answer, and return the answer."""
         return self.submit_task(*tensors, timeout=timeout).result()
 
     def _idle_is_known(self) -> None:
-        """Do nothing: the requests have deadlines, so they end."""
+        """Do nothing: a request to a remote pool ends at its deadline even if the pool is not served."""
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
@@ -480,10 +492,10 @@ class DirectPool(_RemotePool):
 
 
 class _Attempts:
-    """Sends a call, repeatedly if necessary, and completes its future, on the threads of gRPC and of timers.
+    """Sends a call, repeats it if necessary, and completes its future, all on threads of gRPC and of timers.
 
-    Callbacks of the future run on threads of timers, since they may block: on gRPC's thread they would hold up all
-    other answers of the connection.
+    Callbacks that may block run on a thread of timers: on gRPC's thread, they would delay all other answers of the
+    connection.
     """
 
     def __init__(self, call: RemoteCall, future: RemoteFuture, permits: _Permits) -> None:
@@ -497,7 +509,7 @@ class _Attempts:
         except Exception as error:
             return self._end(error)
         self._future._attempt = attempt
-        if self._future.cancelled():  # cancelled before the attempt was set
+        if self._future.cancelled():  # RemoteFuture.cancel() did not see this attempt yet
             attempt.cancel()
         attempt.add_done_callback(self._ended)
         return None
@@ -515,16 +527,16 @@ class _Attempts:
 
     def _end(self, error: Exception | None, result: Any = None) -> None:
         self._call.end()
-        with self._future._condition:  # add_done_callback() takes this lock, too
+        with self._future._condition:  # add_done_callback() sets _may_block under this lock
             if not self._future._may_block:
                 self._permits.give_back()
                 return self._complete(error, result)
         return call_soon(self._call_back, error, result)
 
     def _call_back(self, error: Exception | None, result: Any) -> None:
-        """Complete the future, and return the permit only when the future's callbacks have ended.
+        """Complete the future, which runs its callbacks, and then give back the permit.
 
-        Each callback may occupy a thread, and the permits limit the number of these threads.
+        Callbacks that block occupy a thread, so the permits also limit the number of these threads.
         """
         try:
             self._complete(error, result)
@@ -532,7 +544,7 @@ class _Attempts:
             self._permits.give_back()
 
     def _complete(self, error: Exception | None, result: Any) -> None:
-        if not self._future.set_running_or_notify_cancel():  # this wakes threads that wait for a cancelled future
+        if not self._future.set_running_or_notify_cancel():  # cancelled: the call has woken the waiting threads
             return
         if error is None:
             self._future.set_result(result)

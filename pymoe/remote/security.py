@@ -1,7 +1,7 @@
 """Addresses of servers, and access to servers: TLS, certificates of clients, tokens.
 
-An address that other machines can reach needs TLS, and a token or certificates of clients: a client that may request
-gradients from an expert trains it. Tokens are sent only over TLS, or within this machine.
+A server that other machines can reach must use TLS, and must ask for a token or for clients' certificates, because
+every client that can request gradients trains the experts. Tokens are sent only over TLS, or within this machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
 """Schemes of gRPC that may precede ``HOST:PORT``."""
 MAX_PORT = 65535
 PORT = "address='HOST:PORT' has the host and the port"
-"""Hint for callers that give the host or the port as an argument of its own."""
+"""Hint for callers that pass the host or the port as a separate argument."""
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 FREE = (errno.ENOENT, errno.ECONNREFUSED)
-"""Errors of a connection to a socket that does not exist, or that its server left behind when it ended."""
+"""Errors of connecting to a Unix socket that does not exist, or whose server has ended."""
 
 # --- addresses ---
 
@@ -63,7 +63,7 @@ def check_address(owner: str, address: str, lowest_port: int = 0) -> None:
 
 
 def without_scheme(address: str) -> str:
-    """Return ``address`` without a scheme of :data:`SCHEMES`."""
+    """Return ``address`` without its scheme, if it begins with one of :data:`SCHEMES`."""
     return next((address.removeprefix(one) for one in SCHEMES if address.startswith(one)), address)
 
 
@@ -91,15 +91,13 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def held_for_binding(address: str) -> Iterator[None]:
-    """Return a context manager that keeps other servers from a Unix socket while the caller binds it.
+    """Return a context manager in which no other server of this package can bind the Unix socket ``address``.
 
-    It does nothing for other addresses.
-
-    Without this, gRPC would take a socket away from the server that listens there: the system does not report that the
-    socket is in use.
+    The caller binds the socket in its block. Without this check, gRPC would replace the socket of a server that is
+    listening there. For addresses other than Unix sockets, nothing is done.
 
     Raises:
-        OSError: another server listens there, or the folder of the socket cannot be opened.
+        OSError: another server listens at ``address``, or the folder of the socket cannot be opened.
     """
     path = socket_path(address)
     if path is None:
@@ -110,7 +108,7 @@ def held_for_binding(address: str) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"cannot listen at {address}: the folder of the socket: {error.strerror}") from None
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # so that two servers cannot both look before either of them binds
+        fcntl.flock(folder, fcntl.LOCK_EX)  # no other server may test the socket between this test and the binding
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             if probe.connect_ex(path) not in FREE:
@@ -124,14 +122,16 @@ def held_for_binding(address: str) -> Iterator[None]:
 def addresses_of(address: str) -> list[str]:
     """Return the addresses at which a server at ``address`` must listen: one for each IP address of the host's name.
 
-    IP addresses of other machines are left out; if none is left, or there is no name, return only ``address``. A server
-    listens at all of them or at none: gRPC itself would be content with one, and clients that reach another by the same
-    name would talk to whichever program listens there.
+    IP addresses of other machines are left out. Return only ``address`` if nothing is left, or if it contains no name
+    that can be resolved.
+
+    A server must listen at all of these addresses. gRPC itself would accept a single one; a client that resolves the
+    name to another address could then reach another program.
     """
     host, _, port = address.rpartition(":")
     if ":" in host or not port.isdecimal() or socket_path(address) is not None:
         return [address]
-    if host == "localhost":  # gRPC resolves it to both, whatever the system's table of hosts says
+    if host == "localhost":  # gRPC resolves it to both addresses, regardless of /etc/hosts
         found = ["127.0.0.1", "::1"]
     else:
         try:
@@ -143,7 +143,7 @@ def addresses_of(address: str) -> list[str]:
 
 
 def _is_own(host: str) -> bool:
-    """Return whether this machine has the address; it may lack IPv6, for example."""
+    """Return whether a server on this machine can listen at the IP address ``host``."""
     try:
         _listen_for_a_moment(host, 0)
     except OSError:
@@ -152,7 +152,7 @@ def _is_own(host: str) -> bool:
 
 
 def _listen_for_a_moment(host: str, port: int) -> None:
-    """Raise the system's error if no server can listen at this host and port."""
+    """Listen at this host and port and stop at once; raise the system's OSError if that is impossible."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
         pass
 
@@ -188,9 +188,9 @@ class TLS:
         cert: the certificate of this side, with any intermediate certificates. A server needs one; a client needs one
             if the server asks for it.
         key: the private key of the certificate.
-        ca: authorities. A client accepts servers whose certificate one of them has signed (None: the authorities that
-            gRPC trusts by default). A server with authorities accepts only clients whose certificate one of them has
-            signed.
+        ca: the certificates of authorities. A client accepts only servers whose certificate was signed by one of them;
+            None: by one that gRPC trusts by default. A server accepts only clients whose certificate was signed by one
+            of them; None: all clients.
     """
 
     cert: str | Path | None = None
@@ -225,7 +225,10 @@ def _read(path: str | Path | None) -> bytes | None:
 
 
 def check_server(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if other machines can reach ``address``, and anybody could connect or eavesdrop."""
+    """Raise ValueError if other machines can reach ``address`` and there is no TLS, or neither a token nor TLS(ca=).
+
+    Raise TypeError or ValueError also for an invalid ``tls`` or ``token``.
+    """
     check_token("ExpertServer", token)
     check_tls("ExpertServer", tls)
     if is_local(address):
@@ -243,7 +246,10 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 
 
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if the token would be sent to another machine without encryption, or cannot be sent."""
+    """Raise ValueError if the token would be sent to another machine without encryption.
+
+    Raise TypeError or ValueError also for an invalid ``tls`` or ``token``.
+    """
     check_token("connect", token)
     check_tls("connect", tls)
     if token is not None and tls is None and not is_local(address):
@@ -272,14 +278,15 @@ def check_token(owner: str, token: Any) -> None:
 
 
 def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that carry a token."""
+    """Return the metadata of a call that contain the token; () for None."""
     return () if token is None else (("authorization", PREFIX + token),)
 
 
 def token_problem(metadata: Any, token: str) -> str:
-    """Return what is wrong with the token in ``metadata``, or "" if it is right.
+    """Return "" if ``metadata`` contain ``token``; otherwise return a clause for an error message about the token.
 
-    The time that this takes does not reveal how much of a wrong token is right.
+    The time of the comparison does not depend on where the tokens differ, so an attacker cannot guess the token part by
+    part.
     """
     given = ""
     for key, value in metadata or ():

@@ -1,4 +1,4 @@
-"""ExpertServer: serves the experts of this process to other machines."""
+"""A server that makes the experts of this process available to clients on other machines."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pymoe.remote")
 
 CHECK_SIGNALS_S = 1.0
-"""Longest time in seconds until a signal is noticed."""
+"""Maximum number of seconds until :meth:`ExpertServer.run` notices a signal."""
 LAST_REPLIES_S = 1.0
-"""Time limit in seconds for calls that are still running once everything is saved."""
+"""Seconds for which calls may continue after everything has been saved."""
 PATIENCE_S = 5.0
 """Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server."""
 MAX_CALLS = 8192
-"""The maximum number of calls under way at a time, including watches; further ones are refused with ``QueueFull``."""
+"""The maximum number of calls at a time, including watches; further calls are refused with ``QueueFull``."""
 PORT_TRIES = 8
-"""The number of ports that are tried with port 0, to find one that is free at every address of the host."""
+"""For port 0: the number of ports that are tried to find a port that is free at every address of the host."""
 OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_READ),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.so_reuseport", 0),
-    # Only identity: a small message that would grow a thousandfold when decompressed is refused.
+    # Refuse compressed messages: a small one may grow a thousandfold when it is decompressed.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.server_handshake_timeout_ms", 20_000),
-    # Clients ping the server while they wait for it; however often they do, it does not disconnect.
+    # Clients ping the server while they wait for an answer. Do not disconnect those that ping often.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 20_000),
@@ -68,46 +68,47 @@ class ExpertServer:
         with pymoe.remote.ExpertServer([backend], "127.0.0.1:7000") as server:
             server.wait()
 
-    It has its own :class:`~pymoe.runtime.Runtime`, which batches the requests of all clients and of this process. A
-    request has the deadline that its client set, and never begins after that; if its client is gone, it is removed from
-    the queue. Every backward request is applied once, however often its client has to send it, even if the server is
-    killed and comes back with its checkpoints.
+    The server has its own :class:`~pymoe.runtime.Runtime`, which batches the requests of all clients and of this
+    process. A request never begins after the deadline that its client has set, and is removed from the queue if the
+    client disconnects. A backward request is applied at most once, even if its client sends it repeatedly, and even if
+    the server is killed and restarts from its checkpoints.
 
-    **Checkpoints.** A file has the state of an expert and the keys of the requests that the state contains. A server
-    that was killed comes back with the last file: later updates are lost, at most ``save_every`` seconds of them, even
-    if clients got answers. :meth:`drain` and the end of the ``with`` block save the present state, or raise. The server
-    tries to save each state when it is made, and again after the expert's first update; if a state cannot be saved,
-    further gradients for the expert are refused with TypeError.
+    **Checkpoints.** A checkpoint contains the state of an expert, and the keys of the requests whose updates the state
+    includes. A server that was killed restarts from the newest checkpoints: the updates of about the last
+    ``save_every`` seconds are lost, even if clients have received answers. :meth:`drain` and the end of the ``with``
+    block save the present state, or raise. The constructor and :meth:`add` test whether the state of an expert can be
+    saved, and the server tests it again after the expert's first update. If it cannot be saved, further backward
+    requests to the expert are refused with TypeError.
 
     Args:
-        backends: one or several; :meth:`add` adds others. No other Runtime may serve them.
+        backends: a backend or several; :meth:`add` adds others. No other Runtime may serve them.
         address: ``HOST:PORT``, with port 0 for any free one; or ``unix:PATH``. The server listens at every address of
             this machine that a name such as ``localhost`` has, and the port must be free at each. An address that other
             machines can reach needs ``tls``, and a ``token`` or ``TLS(ca=)``.
         tls: the server's certificate, and the authorities for clients' certificates.
-        token: the token that clients must show; without one, everybody who can connect may train.
-        checkpoints: a folder, from which the newest checkpoint of each expert is loaded when it is added. Servers may
-            share a folder, if no two of them have an expert of the same name.
+        token: the token that clients must send; without one, everybody who can connect may train.
+        checkpoints: the folder of the checkpoints; None: no checkpoints. When an expert is added, its newest checkpoint
+            is loaded. Servers may share a folder if no two of them have an expert of the same name.
         save_every: seconds between checkpoints.
         workers: number of threads that run batches; it must exceed the number of experts that may hang at a time. None:
             one for each expert, at least two.
         grace: seconds that current requests have left when the server drains.
 
     Attributes:
-        address: the address where it listens, with the actual port.
-        runtime: the runtime, for statistics.
+        address: the address at which the server listens, with the actual port once it has started.
+        runtime: the server's Runtime, for statistics.
         stuck: true if an expert hung when the server drained. Its thread would keep the process from ending.
         counts: number of calls by outcome: ``forward``, ``backward``, ``repeated`` (backward requests that an earlier
             attempt had applied), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``, ``save_failed``.
 
     Raises:
-        ValueError: strangers could connect or eavesdrop; two experts have the same name; or with ``checkpoints``,
-            experts share parameters, buffers or an optimizer, which two files would save at different times, or the
-            checkpoints of an expert are all damaged, come from another kind of optimizer, or have fewer updates than
-            the backend.
-        TypeError: a backend is not an ExpertBackend, or its schemas cannot be described to other machines; with
-            ``checkpoints``, a state that cannot be saved: it may contain dense tensors of the dtypes that safetensors
-            has, numbers, text and None, in lists, tuples and dicts. Or a time is not a number.
+        ValueError: other machines can reach ``address``, and encryption or a check of clients is missing; or two
+            experts have the same name. With ``checkpoints`` also: experts share parameters, buffers or an optimizer,
+            which two checkpoints would save at different times; or the checkpoints of an expert are all damaged, were
+            saved with another kind of optimizer, or have fewer updates than the backend.
+        TypeError: a backend is not an ExpertBackend, its schemas cannot be described to other machines, or a time is
+            not a number. With ``checkpoints`` also: a state cannot be saved. It may contain dense tensors of the dtypes
+            that safetensors has, numbers, text and None, in lists, tuples and dicts.
         OSError: the folder ``checkpoints`` is not writable, or another server has an expert of the same name there.
 
     Example:
@@ -148,12 +149,12 @@ class ExpertServer:
         self._service.incarnation = self.incarnation
         self.counts: Counter[str] = self._service.counts
         self._server: Any = None
-        self._saves: set[asyncio.Task[Any]] = set()  # a task without a reference may be collected
+        self._saves: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references to tasks
         self._changes = threading.RLock()
         self._began = time.monotonic()
         self._drained = threading.Event()
         self.stuck = False
-        self._not_saved: dict[str, BaseException] = {}  # errors of the last _save_all(), by expert
+        self._not_saved: dict[str, BaseException] = {}  # errors of the last _save_all(), by name of the expert
         entries = [ExpertEntry(backend, self.incarnation) for backend in members]
         for entry in entries:
             self._check(entry)
@@ -195,13 +196,14 @@ class ExpertServer:
     # --- start and end ---
 
     def start(self) -> None:
-        """Start to listen and serve, unless the server does so already.
+        """Start to listen and serve. Do nothing if the server runs already.
 
         Raises:
-            OSError: the address is taken or is not one of this machine, or the folder of a socket does not exist.
+            OSError: the address is in use or does not belong to this machine, the folder of a Unix socket does not
+                exist, or a file of ``tls`` cannot be read.
             ValueError: ``tls`` has no certificate.
-            RuntimeError: the server was drained, another Runtime serves a backend, or the process is a fork of one that
-                has served.
+            RuntimeError: the server was drained, another Runtime serves a backend, or this process was forked from one
+                that has served.
         """
         with self._changes:
             if self._drained.is_set():
@@ -233,7 +235,7 @@ class ExpertServer:
             try:
                 port = self._bind(server, credentials)
                 break
-            except OSError:  # a free port at one address of the host may be taken at another
+            except OSError:  # a port that is free at one address of the host may be taken at another
                 await server.stop(None)
                 if not tries_left or not self.address.endswith(":0"):
                     raise
@@ -246,7 +248,11 @@ class ExpertServer:
             self._keep(asyncio.ensure_future(self._save_regularly()))
 
     def _bind(self, server: grpc.aio.Server, credentials: grpc.ServerCredentials | None) -> int:
-        """Bind the server to a port at every address of the host; return the port, or 1 for a Unix socket."""
+        """Bind the server to the same port at every address of the host, and return the port (1 for a Unix socket).
+
+        Raises:
+            OSError: the port is not free at one of the addresses.
+        """
         port = 0
         for address in addresses_of(self.address):
             if port:
@@ -268,15 +274,15 @@ class ExpertServer:
     def drain(self, grace: float | None = None) -> None:
         """Refuse further requests, answer current ones, save, and stop. May be called again, and from any thread.
 
-        An expert that hangs is neither saved nor waited for.
+        An expert that hangs is not saved, and does not prevent the server from stopping.
 
         Args:
-            grace: seconds for current requests, after which they are cancelled. None: the server's ``grace``.
+            grace: seconds after which current requests are cancelled. None: the server's ``grace``.
 
         Raises:
-            OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, and experts were not saved; see
-                :meth:`save`, which may be called again. Or RuntimeError: this process is a fork, and the server is its
-                parent's.
+            OSError, TypeError, TimeoutError, RuntimeError: the server has stopped, but some experts were not saved. See
+                :meth:`save`, which may then be called.
+            RuntimeError: this process was forked from the one that runs the server.
         """
         grace = self._grace if grace is None else check_seconds("ExpertServer.drain: grace", grace)
         with self._changes:
@@ -307,12 +313,12 @@ class ExpertServer:
             logger.error("a batch of an expert does not end, and the server no longer waits for it")
 
     async def _stop(self, server: Any, grace: float) -> None:
-        # The address stays taken until everything is saved: a successor would load older checkpoints.
+        # Keep listening until everything is saved: the next server at this address would load older checkpoints.
         try:
             await self._service.drain(grace)  # also ends _save_regularly()
-            # Experts that are still running hang. Saving waits for them, and therefore has a time limit.
+            # An expert that is still running now probably hangs; saving it would wait forever without a time limit.
             await self._save_all(max(grace, 1.0))
-        except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain are told, too
+        except asyncio.CancelledError:  # Ctrl-C; _not_saved also tells the clients that wait for the drain
             names = [name for name, one in self._checkpoints().items() if one.may_be_outdated]
             self._not_saved = {name: RuntimeError(f"{name!r}: the drain was interrupted") for name in names}
             raise
@@ -326,7 +332,7 @@ class ExpertServer:
     def _drain_and_log(self) -> None:
         try:
             self.drain()
-        except Exception as error:  # a later drain() raises it again
+        except Exception as error:  # the next drain() raises it as well
             logger.error("%s", error)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -336,8 +342,9 @@ class ExpertServer:
     def run(self, ready: Callable[[], Any] = lambda: None) -> None:
         """Start, call ``ready``, and serve until the server has drained; SIGTERM and Ctrl-C drain it.
 
-        It is for the main thread of a program, and raises ValueError in another one. It also raises the exceptions of
-        :meth:`start`, ``ready`` and :meth:`drain`.
+        Raises:
+            ValueError: this thread is not the main thread.
+            Exception: any exception of :meth:`start`, ``ready`` or :meth:`drain`.
         """
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {one: signal.signal(one, lambda *_: self._drain_soon()) for one in signals}
@@ -365,7 +372,7 @@ class ExpertServer:
         else:
             try:
                 self.drain(grace=0.0)
-            except Exception as failed:  # the exception of the `with` block takes precedence
+            except Exception as failed:  # log it: the exception of the `with` block is the one to raise
                 logger.error("%s", failed)
 
     # --- experts ---
@@ -376,11 +383,11 @@ class ExpertServer:
         return {name: one.backend for name, one in self._service.entries.items()}
 
     def add(self, backend: ExpertBackend) -> None:
-        """Serve another expert, with its newest checkpoint.
+        """Load the newest checkpoint of another expert, and serve the expert.
 
         Raises:
-            ValueError, TypeError, OSError: the same as when the server is made.
-            RuntimeError: another Runtime serves it, or the server was drained.
+            ValueError, TypeError, OSError: see the constructor.
+            RuntimeError: another Runtime serves the expert, or the server was drained.
         """
         with self._changes:
             if self._service.draining or self._drained.is_set():
@@ -397,11 +404,11 @@ class ExpertServer:
             self._service.entries[entry.name] = entry
 
     def remove(self, backend: str | ExpertBackend) -> ExpertBackend:
-        """Refuse further requests of an expert, answer current ones, save it, and stop serving it.
+        """Refuse further requests to an expert, answer current ones, save it, stop serving it, and return its backend.
 
         Raises:
             KeyError: there is no such expert.
-            OSError, TypeError: it cannot be saved, and is served as before.
+            OSError, TypeError: the expert cannot be saved. It is served as before.
         """
         name = backend if isinstance(backend, str) else backend.name
         with self._changes:
@@ -421,23 +428,26 @@ class ExpertServer:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Return the number of bytes that messages and tensors of current calls occupy."""
+        """Return the number of bytes that the messages and tensors of current calls occupy."""
         return self._service.budget.used
 
     # --- checkpoints ---
 
     def save(self, timeout: float | None = None) -> int:
-        """Write a checkpoint of every expert that has changed since its last one; return how many were written.
+        """Save every expert that has changed since its newest checkpoint, and return the number of new checkpoints.
+
+        If some experts cannot be saved, the others are, and then one of the errors below is raised; its message names
+        the experts that were not saved.
 
         Args:
-            timeout: seconds to wait for busy experts; None: no limit, so an expert that hangs is waited for forever.
+            timeout: the maximum number of seconds to wait for busy experts; None: no limit, even for one that hangs.
 
         Raises:
             ValueError: the server was made without ``checkpoints``.
             OSError: a checkpoint cannot be written. The earlier ones are unchanged.
             TypeError: the state of an expert can no longer be saved.
-            TimeoutError: an expert did not answer in time.
-            RuntimeError: several of these errors. In all cases the message names the experts; the others were saved.
+            TimeoutError: an expert was busy until the timeout.
+            RuntimeError: experts failed for different reasons.
         """
         if self._root is None:
             raise ValueError("ExpertServer.save: the server has no folder: expected checkpoints=, got None")
@@ -448,8 +458,9 @@ class ExpertServer:
         return saved
 
     def _raise_not_saved(self, where: str) -> None:
-        """Raise an error for the experts that the last ``_save_all`` did not save; after a drain, release the
-        others.
+        """Raise an error if the last ``_save_all`` could not save some experts.
+
+        After a drain, first unlock the checkpoints of the experts that were saved.
         """
         if self._drained.is_set():
             self._release()
@@ -462,7 +473,7 @@ class ExpertServer:
                 one.release()
 
     async def _save_all(self, timeout: float | None) -> int:
-        """Save all experts that have changed; return how many were saved. Set ``_not_saved`` to errors, by expert."""
+        """Save all experts that have changed; return how many were saved. Set ``_not_saved`` to the errors."""
         checkpoints = self._checkpoints()
         saves = {asyncio.ensure_future(self._save(one)): name for name, one in checkpoints.items()}
         done, late = await asyncio.wait(saves, timeout=timeout) if saves else (set(), set())
@@ -486,7 +497,7 @@ class ExpertServer:
     async def _save_regularly(self) -> None:
         while not await self._service.drains_within(self._save_every):
             for one in self._checkpoints().values():
-                if one.may_be_outdated and not one.saving:  # one by one, except for those that hang
+                if one.may_be_outdated and not one.saving:  # one at a time, but with a time limit for one that hangs
                     await asyncio.wait([self._keep(asyncio.ensure_future(self._try_to_save(one)))], timeout=PATIENCE_S)
 
     async def _try_to_save(self, checkpoints: ExpertCheckpoints) -> None:
@@ -498,7 +509,7 @@ class ExpertServer:
     # --- description ---
 
     def info(self) -> wire.Info:
-        """Return the description that clients and ``python -m pymoe.remote info`` get."""
+        """Return the server's description, which clients and ``python -m pymoe.remote info`` receive."""
         from pymoe import __version__
 
         pools = {pool.name: pool._statistics() for pool in self.runtime.pools}
@@ -521,12 +532,15 @@ class ExpertServer:
 
 
 def tensors_of(backend: ExpertBackend) -> set[int]:
-    """Return the ids of all tensors that updates of the expert change."""
+    """Return the ``id()`` of every tensor that an update of the expert may change."""
     return {id(one) for one in (*backend.parameters(), *backend.buffers(), *optimized(backend.opt))}
 
 
 def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
-    """Return a single error for the ``errors`` of experts: of their common type, or a RuntimeError if there is none."""
+    """Return one error for the ``errors`` of several experts.
+
+    It is a TimeoutError, OSError or TypeError if all errors are of that type, and otherwise a RuntimeError.
+    """
     kinds = (TimeoutError, OSError, TypeError)
     kind = next((kind for kind in kinds if all(isinstance(error, kind) for error in errors.values())), RuntimeError)
     return kind(f"{where}: not saved: {'; '.join(map(str, errors.values()))}")
@@ -534,16 +548,16 @@ def not_saved(where: str, errors: Mapping[str, BaseException]) -> Exception:
 
 # --- the event loop ---
 
-# All asyncio servers of gRPC in a process must share an event loop. It runs on a separate thread.
+# All of gRPC's asyncio servers in a process must share an event loop. It runs on a separate thread.
 _loop_lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_process = 0
 
 
 def check_process() -> None:
-    """Raise RuntimeError in a fork of a process that has served.
+    """Raise RuntimeError in a process that was forked from one that has served.
 
-    gRPC's threads do not exist in the fork, and a server there would wait for them forever.
+    gRPC's threads do not exist in the child, and a server there would wait for them forever.
     """
     if _loop is not None and _loop_process != os.getpid():
         raise RuntimeError(
@@ -553,7 +567,11 @@ def check_process() -> None:
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop, which runs from the first call until the process ends; raise as :func:`check_process`."""
+    """Return the event loop of all servers. The first call starts it; it runs until the process ends.
+
+    Raises:
+        RuntimeError: see :func:`check_process`.
+    """
     global _loop, _loop_process
     check_process()
     with _loop_lock:
@@ -564,7 +582,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the event loop, and return its result to this thread.
+    """Run a coroutine in the servers' event loop, wait for it on this thread, and return its result.
 
     Ctrl-C during the wait cancels the coroutine.
     """

@@ -1,9 +1,9 @@
-"""The server's side of a call: access, admission, and the way to the expert's pools and back.
+"""The server's side of a call: checks access, limits memory, passes requests to the expert's pools, and answers.
 
-A call is first checked for its token, then refused if the server drains, then charged to the byte budget. Only then is
-its body read: the handlers are those of streams, whose messages gRPC fetches one by one, each of at most
-:data:`~pymoe.remote.wire.MAX_READ` bytes. A message of a stream of requests is read first, and then charged to the
-budget.
+A separate call is checked for its token, then refused if the server drains, then charged to the byte budget. Only then
+is its body read. For this purpose its handler is registered as the handler of a stream: gRPC then reads messages on
+demand, each of at most :data:`~pymoe.remote.wire.MAX_READ` bytes. On a stream of many requests, a message is charged
+after it was read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from pymoe.runtime.protocols import how
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
 MAX_WATCHES = 4096
-"""Largest number of connections that are notified immediately when the server drains."""
+"""Maximum number of connections that are notified immediately when the server drains."""
 MAX_STREAMS = 1024
-"""Largest number of request streams; each may hold one message of up to MAX_READ bytes outside the budget."""
+"""Maximum number of request streams; each may occupy up to MAX_READ bytes outside the budget."""
 MAX_REQUEST_S = 3600.0
-"""Time limit in seconds of a request whose client states none, or a longer one."""
+"""Maximum time limit of a request in seconds, and the time limit of a request whose client sets none."""
 SLOW_REPLY_S = 10.0
 """Seconds after a request's deadline during which its client may still read a long reply."""
 CUT_S = 1.0
@@ -49,7 +49,7 @@ CUT_S = 1.0
 DRAINING, CUT = "the server is draining", "the server drained before the request was done"
 """Messages for clients whose requests a drain has refused (DRAINING) or cancelled (CUT)."""
 LONG_MESSAGE = 1 << 18
-"""Messages of at least this many bytes are encoded and decoded on another thread, so that short ones need not wait."""
+"""Messages of at least this many bytes are encoded and decoded on another thread, to delay no other request."""
 LOOK_S = 0.05
 """Seconds between two readings of the clock by :class:`StallDetector`."""
 STALL_S = 0.2
@@ -59,8 +59,8 @@ SETTLE_S = 0.05
 
 T = TypeVar("T")
 _journals: weakref.WeakKeyDictionary[ExpertBackend, Journal] = weakref.WeakKeyDictionary()
-"""The journal of every backend that was ever served: it is needed if the backend is served again, since the backend's
-state contains requests with these keys.
+"""The journals of all backends that were ever served. If a backend is served again, its state still includes the
+updates of the requests in its journal, so these requests must not be applied again.
 """
 
 # --- admission ---
@@ -69,7 +69,7 @@ state contains requests with these keys.
 class ByteBudget:
     """Limits the number of bytes of messages and tensors in the server's memory. Not thread-safe.
 
-    The caller subtracts the bytes from ``used`` when it releases them.
+    To release bytes, the caller subtracts them from ``used``.
     """
 
     def __init__(self, limit: int = MAX_BYTES_IN_FLIGHT) -> None:
@@ -77,7 +77,7 @@ class ByteBudget:
         self.used = 0
 
     def take(self, size: int) -> int:
-        """Charge ``size`` bytes, and return them; raise QueueFull if they exceed the limit."""
+        """Add ``size`` bytes to ``used``, and return ``size``; raise QueueFull if this would exceed the limit."""
         if self.used + size > self.limit:
             raise QueueFull(f"requests of {self.used} bytes are under way, of at most {self.limit}")
         self.used += size
@@ -85,7 +85,10 @@ class ByteBudget:
 
 
 def announced_size(metadata: Any) -> int:
-    """Return the size that the metadata of a request announce, at most MAX_BYTES, which is also the default."""
+    """Return the number of bytes that the metadata of a request announce, but at most MAX_BYTES.
+
+    If they announce none, return MAX_BYTES.
+    """
     for key, value in metadata or ():
         if key == wire.SIZE_KEY and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
             return min(int(value), wire.MAX_BYTES)
@@ -93,10 +96,10 @@ def announced_size(metadata: Any) -> int:
 
 
 class StallDetector:
-    """Detects stalls of the event loop, as when the process was stopped or got no processor time.
+    """Detects that the event loop was stalled, for example because the process was stopped or got no processor time.
 
-    After a stall, the messages that have arrived are read one by one, each request before its cancellation. So requests
-    wait until the cancellations have been read as well.
+    After a stall, the loop reads all messages that have arrived meanwhile, a request always before its cancellation.
+    Therefore every request first awaits :meth:`settle`, so that its cancellation is read before the request runs.
     """
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class StallDetector:
         self._next: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start to read the clock regularly, in the running event loop."""
+        """Start to read the clock at regular intervals, on the running event loop."""
         self._looked = time.monotonic()
         self._look_again()
 
@@ -115,7 +118,7 @@ class StallDetector:
             self._next = None
 
     async def settle(self) -> float:
-        """Wait for cancellations after a stall of the event loop; return the seconds waited, 0 without a stall."""
+        """If the event loop was stalled, sleep until cancellations have been read; return the seconds slept, or 0."""
         if self._next is None or (wait := self._seconds_to_settle()) <= 0:
             return 0.0
         await asyncio.sleep(wait)
@@ -140,11 +143,11 @@ class ExpertEntry:
     """A served expert: its backend, a pool for backward requests with keys, and the journal of the keys.
 
     Attributes:
-        checkpoints: saves the expert; None if the server saves none.
+        checkpoints: saves the expert; None if the server has no checkpoints.
 
     Raises:
         TypeError: ``backend`` is not an ExpertBackend, or its schemas cannot be described to other machines.
-        ValueError: its name is empty or too long.
+        ValueError: the name of the backend is empty or too long.
     """
 
     def __init__(self, backend: ExpertBackend, incarnation: str) -> None:
@@ -167,16 +170,23 @@ class ExpertEntry:
         self._has_constants = any(not isinstance(leaf, BatchTensorProto) for leaf in leaves)
 
     def get_pools(self) -> tuple[TaskPool, ...]:
-        """Return the pools that a runtime must serve: the backend's own, and the pool of requests with keys."""
+        """Return the pools that a runtime must serve: the backend's own, and the one for requests with keys."""
         return (*self.backend.get_pools(), self.keyed_pool)
 
     def info(self) -> wire.ExpertInfo:
-        """Return the description for clients."""
+        """Return the expert's description for clients."""
         backend = self.backend
         return wire.ExpertInfo(*self._schemas, backend.trains, backend.updates, self.keyed_pool.max_batch_size)
 
     async def forward(self, tensors: Sequence[Tensor], seconds: float) -> Sequence[Tensor]:
-        """Return the tensors among the expert's outputs. A request that has not begun within ``seconds`` never runs."""
+        """Run a forward request and return the tensors among the outputs.
+
+        Raises:
+            TimeoutError: the request did not begin within ``seconds``. It is not run.
+            QueueFull: there is no room in the queue.
+            RemoteExpertError: the expert raised a BaseException, such as SystemExit.
+            Exception: any exception of the expert.
+        """
         future = submit(self.backend.forward_pool, tensors, seconds)
         try:
             leaves: Sequence[Tensor] = await future
@@ -192,12 +202,13 @@ class ExpertEntry:
     async def backward(
         self, request: wire.Request, tensors: Sequence[Tensor], seconds: float
     ) -> tuple[Sequence[Tensor], bool]:
-        """Apply a request, unless an earlier attempt was applied, and return the gradients of the inputs.
+        """Run a backward request, unless an earlier attempt was applied.
 
-        Return also whether an earlier attempt was applied.
+        Returns:
+            The gradients of the inputs, and whether an earlier attempt was applied.
 
         Raises:
-            ValueError: there is no key.
+            ValueError: the request has no key.
             AppliedError: see :meth:`pymoe.remote.journal.Journal.once`.
             TypeError: the expert's state can no longer be saved.
         """
@@ -230,21 +241,21 @@ class ExpertEntry:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # An update that raised may have been applied in part.
+            # If the exception forbids another run, the update may have been applied in part.
             broken = getattr(error, "pymoe_may_retry", True) is False
             in_part = broken or name in self._partly_applied
-            if not isinstance(error, Exception):  # SystemExit and the like would end the event loop
+            if not isinstance(error, Exception):  # SystemExit, for example, would end the event loop
                 error = RemoteExpertError(describe_error(error))
             return Applied(IN_PART if in_part else None, error=error)
         finally:
             self._partly_applied.discard(name)
-        # A request of several batches counts as applied in its first update, since the state then contains part of it.
+        # A request of several batches counts as applied in its first update: from then on, the state includes a part.
         update = int(numbers.min()) if rows else self.backend.updates
         return Applied(update, [one.clone() for one in gradients])  # views would keep the whole batch in memory
 
 
 def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
-    """Submit a request and return its future; raise QueueFull if there is no room: the client tries again later."""
+    """Submit a request and return its future. Raise QueueFull if there is no room; the client then tries again."""
     future = pool._try_submit(*tensors, timeout=seconds)
     if future is None:
         raise QueueFull(f"{pool.name}: the queue has no room")
@@ -255,12 +266,12 @@ def submit(pool: TaskPool, tensors: Sequence[Tensor], seconds: float) -> Any:
 
 
 class Service(grpc.GenericRpcHandler):
-    """The methods of a server. All calls run in one event loop.
+    """The gRPC methods of a server. All calls run in one event loop.
 
     Args:
-        token: the token that clients need, except for health checks; None: no token.
+        token: the token that clients must send, except for health checks; None: no token.
         info: returns the description of the server.
-        drain: called when a client asks the server to drain.
+        drain: called when a client asks the server to drain; must not block.
 
     Attributes:
         entries: the served experts by name.
@@ -276,12 +287,12 @@ class Service(grpc.GenericRpcHandler):
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
         self.stalls = StallDetector()
-        self._drained = asyncio.Event()  # set while draining
+        self._drained = asyncio.Event()  # set when a drain begins
         self._watches = 0
         self._streams = 0
-        self._busy: set[asyncio.Task[Any]] = set()  # calls with requests, including idle streams
-        self._idle: set[asyncio.Task[Any]] = set()  # streams that wait for a request
-        self._cut: set[asyncio.Task[Any]] = set()  # calls that a drain has cancelled
+        self._busy: set[asyncio.Task[Any]] = set()  # tasks of all calls for requests, including idle streams
+        self._idle: set[asyncio.Task[Any]] = set()  # tasks of streams that wait for a request
+        self._cut: set[asyncio.Task[Any]] = set()  # tasks that a drain has cancelled
         self._info, self._drain = info, drain
         unary = grpc.stream_unary_rpc_method_handler
         self._methods = {
@@ -295,7 +306,7 @@ class Service(grpc.GenericRpcHandler):
         self._health = unary(self._check_health)
 
     async def drain(self, grace: float) -> None:
-        """Refuse further requests, end watches and idle streams, and wait for the requests under way.
+        """Refuse further requests, end watches and idle streams, and wait for current requests.
 
         Requests that take longer than ``grace`` seconds are cancelled.
         """
@@ -314,13 +325,13 @@ class Service(grpc.GenericRpcHandler):
                 await asyncio.wait(late, timeout=CUT_S)
 
     async def drains_within(self, seconds: float) -> bool:
-        """Return true as soon as the server drains, or false after ``seconds``."""
+        """Return True as soon as the server drains, or False after ``seconds`` if it does not."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._drained.wait(), seconds)
         return self.draining
 
     def service(self, details: Any) -> Any:
-        """Return the handler of a call, before anything except its metadata is read."""
+        """Return the handler of a call; None for an unknown method. So far, gRPC has read only the call's metadata."""
         if details.method == wire.HEALTH:
             return self._health
         if self.token is not None and (problem := token_problem(details.invocation_metadata, self.token)):
@@ -328,7 +339,7 @@ class Service(grpc.GenericRpcHandler):
         return self._methods.get(details.method)
 
     async def _check_health(self, messages: Any, context: Any) -> bytes:
-        # The message, which names a service, is not even read: the answer concerns the whole server.
+        # Do not read the message, which names a service: the answer is the same for all services.
         return wire.NOT_SERVING if self.draining else wire.SERVING
 
     async def _refuse(self, problem: str, messages: Any, context: Any) -> None:
@@ -336,7 +347,7 @@ class Service(grpc.GenericRpcHandler):
         await context.abort(*to_status(PermissionError(f"a token is needed, {problem}")))
 
     def _answering(self, answer: Callable[[Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return a handler that turns exceptions of ``answer(context)`` into statuses."""
+        """Return a gRPC handler that returns ``answer(context)``, or ends the call with the status of its exception."""
 
         async def handle(messages: Any, context: Any) -> bytes | None:
             try:
@@ -352,17 +363,17 @@ class Service(grpc.GenericRpcHandler):
         return handle
 
     def _status_of(self, error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-        """Count an exception, and return its status."""
+        """Count the exception in ``counts``, and return the result of :func:`~pymoe.remote.errors.to_status` for it."""
         kinds = (WireError, "malformed"), (QueueFull, "shed")
         self.counts[next((name for kind, name in kinds if isinstance(error, kind)), "failed")] += 1
         return to_status(error)
 
     def _waited_for(self) -> asyncio.Task[Any]:
-        """Make a drain wait for the current task, and return the task."""
+        """Add the current task to those for which a drain waits, and return it."""
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)
-        task.add_done_callback(self._busy.discard)  # by then its status has been sent, too
+        task.add_done_callback(self._busy.discard)  # the task is done only after the status was sent
         return task
 
     # --- requests ---
@@ -402,7 +413,7 @@ class Service(grpc.GenericRpcHandler):
         failure: Exception | None = None
         try:
             missing = 0
-            while not missing and not self.draining:  # if frames are unread, end: they would be taken for requests
+            while not missing and not self.draining:  # unread frames would be taken for requests, so end the stream
                 self._idle.add(task)
                 head = await context.read()
                 self._idle.discard(task)
@@ -442,13 +453,14 @@ class Service(grpc.GenericRpcHandler):
         finally:
             self._idle.discard(task)
             self._streams -= 1
-        if failure is not None:  # at the end, since a client that reads nothing delays this
+        if failure is not None:  # after the cleanup, because a client that does not read delays abort()
             await context.abort(*self._status_of(failure))
 
     async def _write_long(self, context: Any, reply: wire.Reply, following: Sequence[memoryview], until: float) -> None:
-        """Write a reply with frames, charged to the budget; raise TimeoutError if the client does not read it in time.
+        """Write a reply with its frames; raise TimeoutError if the client does not read it in time.
 
-        This may exceed the budget, since the reply exists already; then further requests are refused until it is sent.
+        Meanwhile, the frames count in the byte budget. They may exceed the budget, because they are in memory already;
+        further requests are then refused.
         """
 
         async def write() -> None:
@@ -464,7 +476,7 @@ class Service(grpc.GenericRpcHandler):
             self.budget.used -= size
 
     async def _answer(self, request: wire.Request, tail: wire.Tail | None, seconds: float) -> wire.Reply:
-        """Return the reply to a request that has ``seconds`` left."""
+        """Run the request, which must begin within ``seconds``, and return the reply."""
         check_encoding("reply_encoding", request.reply_encoding)
         seconds -= await self.stalls.settle()
         entry = self.entries.get(request.expert)
@@ -498,8 +510,9 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains. Clients thus learn immediately that the server stops, and from the end of the
-        call without an answer, that the connection broke.
+        """Answer when the server drains, so that clients notice it immediately.
+
+        If the call ends without an answer, they notice that the connection broke.
         """
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")
@@ -531,7 +544,7 @@ async def _read_tail(context: Any, packed: Sequence[wire.Packed]) -> wire.Tail:
 
 
 def _limited(seconds: float) -> float:
-    """Return the time limit of a request here: at most MAX_REQUEST_S, and 0 for a negative number or NaN."""
+    """Return the time limit ``seconds`` of a client, but at most MAX_REQUEST_S; return 0 if it is negative or NaN."""
     return min(seconds, MAX_REQUEST_S) if seconds > 0 else 0.0
 
 
@@ -539,10 +552,10 @@ async def _within(seconds: float, work: Awaitable[T], what: str) -> T:
     """Return the result of ``work``; raise TimeoutError if it takes more than ``seconds``."""
     try:
         return await asyncio.wait_for(work, seconds)
-    except asyncio.TimeoutError:  # before Python 3.11 it is not the builtin TimeoutError
+    except asyncio.TimeoutError:  # before Python 3.11, this is not the builtin TimeoutError
         raise TimeoutError(f"the {what} in time") from None
 
 
 async def _aside(function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, called on another thread."""
+    """Call ``function(*arguments)`` on a thread of the event loop's executor, and return the result."""
     return await asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *arguments))

@@ -1,13 +1,13 @@
 """Messages between clients and servers: typed msgpack, validated before use.
 
 Decoding never runs code, raises only :class:`~pymoe.remote.errors.WireError`, and allocates at most :data:`MAX_BYTES`
-for the tensors of a message. Both sides ignore fields that they do not know, so that later versions may add some; a
-change that must not be ignored requires a new service, with the next number in :data:`SERVICE`.
+for the tensors of a message. Both sides ignore unknown fields, so that later versions may add some; a change that must
+not be ignored requires a new service, with the next number in :data:`SERVICE`.
 
-Short tensors travel inside their message. The bytes of long ones follow it in **frames** of at most :data:`FRAME`
-bytes, one tensor after the other, so that neither side ever holds a long message in one piece in addition to its
-tensors. A tensor's bytes are copied once on the way into a message or frame and once on the way out, not counting the
-copies that gRPC makes.
+If the tensors of a message have at most :data:`FRAME` bytes together, the message contains them. Otherwise their bytes
+follow the message in **frames** of at most :data:`FRAME` bytes, one tensor after the other. So neither side needs
+memory for a long message in addition to the memory for its tensors. A tensor's bytes are copied once into a message or
+frame and once out of it, not counting the copies that gRPC makes.
 
 Schemas in messages, and optimizer states in checkpoints, are **trees**: nested structures that JSON can represent.
 """
@@ -32,13 +32,13 @@ HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = "Stay"
 """The method that ends when the server drains or the connection breaks."""
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
-"""HealthCheckResponse of grpc.health.v1 with its only field, ``status``."""
+"""Encoded HealthCheckResponse messages of grpc.health.v1."""
 SIZE_KEY = "pymoe-bytes"
-"""The key of the metadata in which a client states the length of a request that is a separate gRPC call."""
+"""The metadata key under which a client announces the number of bytes of a request that is a separate gRPC call."""
 MAX_BYTES = 256 << 20
-"""Limit of a message with its frames, and of its decoded tensors, in bytes."""
+"""Maximum number of bytes of a message with its frames, and of its decoded tensors."""
 FRAME = 256 << 10
-"""Largest size of a frame, and of the tensors that travel inside a message, in bytes."""
+"""Maximum number of bytes of a frame, and of all tensors inside a message together."""
 MAX_READ = FRAME + (64 << 10)
 """Maximum number of bytes that a server reads in one piece: a message with short tensors, or a frame."""
 MAX_TENSORS = 256
@@ -53,67 +53,72 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 class Packed(msgspec.Struct, array_like=True):
-    """A tensor: ``[dtype, shape, encoding, bytes, following]``."""
+    """A tensor in a message, encoded as the array ``[dtype, shape, encoding, data, following]``."""
 
     dtype: str
     shape: Annotated[list[int], msgspec.Meta(max_length=encodings.MAX_DIMENSIONS)]
     encoding: str
     data: memoryview
     following: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = 0
-    """Number of bytes that follow in frames, in place of ``data``."""
+    """Number of bytes that follow the message in frames; ``data`` is then empty."""
 
 
-# The limits are part of the types, so msgspec checks them before it allocates memory: a Packed of 10 bytes takes 500
-# bytes once it is decoded.
+# The limits are part of the types, so that msgspec checks them before it allocates memory: a Packed that is encoded in
+# 10 bytes takes 500 bytes once it is decoded.
 Tensors = Annotated[list[Packed], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """A request for a forward pass, with the inputs; or for a backward pass, with the gradients of the outputs, too.
+    """A request for a forward pass, with the flat inputs, or for a backward pass, with the flat inputs followed by the
+    gradients of the outputs.
 
-    A backward request is identified by its key, ``client`` and ``seq``.
+    The key of a backward request is (``client``, ``seq``).
     """
 
     expert: str
     tensors: Tensors
     reply_encoding: str = "raw"
     client: str = ""
-    """The random name of the client's connection; it and ``seq`` are the key of a backward request."""
+    """The random name of the client's connection, for backward requests only."""
     seq: int = -1
+    """The connection's number of a backward request."""
     ack: int = 0
-    """The client sends no further attempts for keys below this one."""
+    """The client makes no more attempts with a ``seq`` below this one."""
     attempt: int = 0
     """Number of earlier attempts of this request."""
     incarnation: str = ""
-    """The server run that had last answered a backward request of the client when this one was first sent."""
+    """The ``incarnation`` of the server that had last answered a backward request of the client, when this request was
+    made; empty if none had.
+    """
     age: float = 0.0
     """Seconds since the first attempt."""
     backward: bool = False
     """On a stream, true for the backward pass; in separate calls, the gRPC method determines the pass."""
     seconds: float = 0.0
-    """On a stream, the seconds that the request has left; separate calls have a deadline of gRPC instead."""
+    """On a stream, the seconds until the request's deadline; for a separate call, gRPC has the deadline."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """The outputs, or the gradients of the inputs; or, on a stream, the reason for their absence."""
+    """The answer to a request: the outputs, or the gradients of the inputs. On a stream, it may be an error instead."""
 
     tensors: Tensors
     incarnation: str = ""
     updates: int = 0
     """Number of updates of the expert so far."""
     status: int = 0
-    """On a stream, the status code with which a gRPC call would have ended."""
+    """On a stream, the gRPC status code of an error; 0 if there is none."""
     details: str = ""
     kind: str = ""
     """Name of the exception, as in the ``pymoe-error`` metadata."""
 
 
 class ExpertInfo(msgspec.Struct, omit_defaults=True):
-    """The description of an expert for clients."""
+    """The server's description of an expert for clients."""
 
     forward_schema: Any
-    """A tree, like ``outputs_schema``."""
+    """The result of :func:`write_schema`."""
     outputs_schema: Any
+    """The result of :func:`write_schema`."""
     trains: bool
     updates: int
     max_batch_size: int
@@ -124,7 +129,7 @@ Counters = dict[str, int | Histogram]
 
 
 class Info(msgspec.Struct, omit_defaults=True):
-    """The description of a server."""
+    """The server's description of itself for clients."""
 
     incarnation: str
     version: str
@@ -154,7 +159,7 @@ _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder] = {
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return a message as bytes.
+    """Return the bytes of ``message`` to send.
 
     Raises:
         ValueError: the message is longer than :data:`MAX_BYTES`.
@@ -166,7 +171,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[MessageT]) -> MessageT:
-    """Decode ``data`` as a message of type ``kind``. Its tensors remain bytes, views of ``data``, until :func:`unpack`.
+    """Decode ``data`` as a message of type ``kind``; its tensors are views of ``data``, which :func:`unpack` decodes.
 
     Raises:
         WireError: the bytes are not such a message.
@@ -182,11 +187,14 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
 
 
 def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
-    """Return tensors as parts of a message. The message must be encoded before the tensors change.
+    """Return the tensors in the form in which a message contains them.
+
+    The result may share the tensors' memory: encode the message before the tensors change.
 
     Raises:
         TypeError: a dtype that cannot be sent.
-        ValueError: the tensors have more than :data:`MAX_BYTES` bytes together, or there are too many.
+        ValueError: the tensors have more than :data:`MAX_BYTES` bytes together, or there are more than
+            :data:`MAX_TENSORS`.
     """
     size = 0
     for tensor in tensors:
@@ -205,7 +213,11 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
 
 
 def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
-    """If a message's tensors are long, remove their bytes and return these, for :func:`frames`; else return []."""
+    """Take the tensors' bytes out of the message if they are more than :data:`FRAME` together; return them for
+    :func:`frames`.
+
+    The result contains the bytes of each tensor that has any. It is empty if the message was not changed.
+    """
     size = 0
     for one in packed:
         size += one.data.nbytes
@@ -218,14 +230,14 @@ def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
 
 
 def frames(tail: Sequence[memoryview]) -> Iterator[bytes]:
-    """Yield the bytes of a message's long tensors; each frame is made on demand."""
+    """Yield the frames of ``tail``, the result of :func:`detach_long`. Each frame is copied when it is requested."""
     for data in tail:
         for begin in range(0, data.nbytes, FRAME):
             yield bytes(data[begin : begin + FRAME])
 
 
 def following(packed: Sequence[Packed]) -> int:
-    """Return the number of bytes that follow a message in frames."""
+    """Return the total number of bytes in the frames that follow the message."""
     size = 0
     for one in packed:
         size += one.following
@@ -233,21 +245,21 @@ def following(packed: Sequence[Packed]) -> int:
 
 
 class Tail:
-    """Receives the frames of a message's long tensors.
+    """Receives the frames that follow a message.
 
     Attributes:
         missing: number of bytes that have not arrived yet.
-        data: for each tensor, its bytes if they are inside the message, or a tensor that receives them.
+        data: for each tensor, its bytes if the message contains them, or a uint8 tensor that receives them.
 
     Raises:
-        WireError: more bytes are announced than a message may have.
+        WireError: the message announces more than :data:`MAX_BYTES` bytes of frames.
     """
 
     def __init__(self, packed: Sequence[Packed]) -> None:
         self.missing = following(packed)
         if self.missing > MAX_BYTES:
             raise WireError(f"expected tensors of at most {MAX_BYTES} bytes, got {self.missing}")
-        # The system provides memory when it is first written, so an announced tensor takes only as much as has arrived.
+        # Announced bytes occupy no memory before they arrive: the system provides memory only when it is written.
         self.data = [torch.empty(one.following, dtype=torch.uint8) if one.following else one.data for one in packed]
         self._open = [one.numpy() for one in self.data if isinstance(one, Tensor)]
         self._filled = 0
@@ -274,7 +286,7 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
     """Return the number of bytes that the tensors of a message will occupy once unpacked.
 
     Raises:
-        WireError: that is more than :data:`MAX_BYTES`, there are too many tensors, or one has an unknown dtype.
+        WireError: the number is above :data:`MAX_BYTES`, there are too many tensors, or one has an unknown dtype.
     """
     if len(packed) > MAX_TENSORS:
         raise WireError(f"expected at most {MAX_TENSORS} tensors, got {len(packed)}")
@@ -290,11 +302,11 @@ def unpacked_size(packed: Sequence[Packed]) -> int:
 
 
 def unpack(packed: Sequence[Packed], tail: Tail | None = None, *, checked: bool = False) -> list[Tensor]:
-    """Return the tensors of a message, in memory that they do not share with the message.
+    """Return the decoded tensors of a message. They may share memory with ``tail``, but not with the message.
 
     Args:
-        packed: the tensors.
-        tail: the bytes that followed the message.
+        packed: the tensors as the message contains them.
+        tail: the bytes of the frames that followed the message; None if there were none.
         checked: true if :func:`unpacked_size`, which checks the tensors, has already been called.
 
     Raises:
@@ -315,16 +327,16 @@ _PLAIN = (bool, int, float, str)
 
 
 def to_tree(structure: Any, write: Callable[[Any, str], Any], where: str = "", depth: int = MAX_DEPTH) -> Any:
-    """Return a nested structure as a tree.
+    """Convert a nested structure to a tree, which JSON can represent.
 
     JSON has neither tuples nor keys other than strings, so containers are tagged: ``{"tuple": [...]}``, ``{"list":
-    [...]}``, ``{"dict": [[key, value], ...]}``. Numbers, strings, booleans and None represent themselves. Any other
-    leaf becomes ``{"leaf": write(leaf, place)}``, where ``place`` is its keys and indices joined by dots. Nothing is
-    ever imported or called by name.
+    [...]}``, ``{"dict": [[key, value], ...]}``. Numbers, strings, booleans and None are not converted. Any other leaf
+    becomes ``{"leaf": write(leaf, path)}``, where ``path`` is the keys and indices that lead to the leaf, joined by
+    dots. Reading a tree never imports or calls anything by name.
 
     Raises:
-        TypeError: from ``write``; a container or key that a tree cannot represent, such as a named tuple; or more
-            nested containers than :func:`from_tree` accepts.
+        TypeError: there is a key that is not a number, string, boolean or None; containers are nested more than
+            :data:`MAX_DEPTH` deep; or ``write`` raises it for a leaf. Containers of other types are leaves.
     """
     if structure is None or type(structure) in _PLAIN:
         return structure
@@ -347,10 +359,10 @@ def _inside(where: str, key: Any) -> str:
 
 
 def from_tree(tree: Any, read: Callable[[Any], Any], depth: int = MAX_DEPTH) -> Any:
-    """Undo :func:`to_tree`; ``read`` undoes ``write``.
+    """Convert a tree back to the structure that :func:`to_tree` was given; ``read`` converts the results of ``write``.
 
     Raises:
-        ValueError: from ``read``, or :func:`to_tree` cannot have returned the tree.
+        ValueError: ``tree`` is not a tree, is nested too deep, or ``read`` raises ValueError.
     """
     if tree is None or type(tree) in _PLAIN:
         return tree
@@ -373,10 +385,10 @@ def from_tree(tree: Any, read: Callable[[Any], Any], depth: int = MAX_DEPTH) -> 
 
 
 def write_schema(name: str, schema: Any) -> Any:
-    """Return a schema of the expert ``name`` as a tree.
+    """Convert a schema of the expert ``name`` to a tree.
 
     Raises:
-        TypeError: a constant or container that a tree cannot represent, or a dtype that cannot be sent.
+        TypeError: the schema has a constant or container that a tree cannot represent, or a dtype that cannot be sent.
     """
 
     def write(leaf: Any, where: str) -> Any:
@@ -391,7 +403,7 @@ def write_schema(name: str, schema: Any) -> Any:
 
 
 def read_schema(tree: Any) -> Any:
-    """Undo :func:`write_schema`, except for devices and other properties that concern one machine only.
+    """Return the schema that ``tree`` describes. Its prototypes have only the dtype and the size, and no device.
 
     Raises:
         ValueError: the tree is not a schema.

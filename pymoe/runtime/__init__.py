@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names of other packages of pymoe on demand: programs may import them from here, too."""
+    """Import names of pymoe.parallel and pymoe.mixture on demand, so that programs may import them from here, too."""
     if name in __all__:
         homes = (importlib.import_module(package) for package in ("pymoe.parallel", "pymoe.mixture"))
         for home in homes:

@@ -1,9 +1,9 @@
 """Implements ``await`` for the futures of requests.
 
-With ``await`` the task sleeps on a waiter, a future of the loop. When the batch ends, the thread that completes it puts
-the waiters of its requests into the loop's mailbox without the GIL, and calls the loop once instead of once per
-request: ``call_soon_threadsafe`` costs more than everything else. The loop takes out the waiters and completes them;
-each task continues with the result of its request.
+A task that awaits a request waits for a *waiter*, a future of its event loop. When a batch ends, the thread that
+completes it puts the waiters of all its requests into a mailbox of the loop, without the GIL. Then it calls
+``call_soon_threadsafe`` once, because one call per request would cost more than everything else. The loop completes the
+waiters in the mailbox, and each task continues with the result of its request.
 
 If ``call_soon_threadsafe`` raises although the loop is open, it is called once more, and then again for the next
 waiter.
@@ -25,13 +25,14 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weak
 
 
 def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, Any]:
-    """Yield to the event loop until the request is done; this is the iterator of ``await future``.
+    """Yield to the event loop until the request is done, and return its result: the iterator of ``await future``.
 
-    Cancelling the task cancels the request, and so does running out of ``seconds``. ``future`` comes from a pool of
-    this process, or is completed by Python and has ``add_done_callback``.
+    The request is cancelled if the task is cancelled, or if it is not done within ``seconds``. ``future`` may be a
+    native future of this process, or a Python object with the methods of ``concurrent.futures.Future``.
 
     Raises:
         TimeoutError: the request is not done within ``seconds``.
+        Exception: any exception of the request.
     """
     if not future.done():
         loop = asyncio.get_running_loop()
@@ -52,15 +53,15 @@ def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, A
     try:
         return future.result()
     finally:
-        del future  # its exception's traceback has this frame: a reference cycle
+        del future  # break a reference cycle: the traceback of its exception refers to this frame
 
 
 def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
-    """Make the loop complete ``waiter`` once the future is done."""
+    """Arrange that the loop completes ``waiter`` once ``future`` is done."""
     if not isinstance(future, RequestFuture):
 
         def wake(_: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: no task waits
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(Mailbox.wake, waiter)
 
         return tell(future, wake)
@@ -70,7 +71,7 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Make the loop empty its mailbox; if the loop is gone, discard the mailbox, since no task waits there."""
+    """Make the loop complete the waiters in its mailbox. If the loop no longer exists or is closed, discard them."""
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

@@ -36,19 +36,19 @@ OTHER_NAMES = {
     "max_grad_norm": "clip_grad_norm",
     "grad_accumulation_steps": "accumulate_steps",
 }
-"""Names that hivemind and trainers have for these arguments, each with the name here."""
+"""Other names of these arguments, in hivemind and in trainers, each with the name here."""
 _POOLS = ("forward_pool", "backward_pool")
-_MAY_RETRY = "pymoe_may_retry"  # set on exceptions of the backward pass; pools with ``isolate`` read it too
+_MAY_RETRY = "pymoe_may_retry"  # attribute of exceptions of the backward pass, read also by pools with ``isolate``
 
 
 class ExpertBackend(nn.Module):
-    """A module with two pools of requests: one pool for its outputs, the other for gradients of its inputs.
+    """A module with two pools for requests: one computes outputs, the other computes gradients of inputs and trains.
 
-    The **forward pass** runs the expert without gradients. The **backward pass** keeps nothing from an earlier forward
-    pass: it runs the expert again on the inputs that come with the request, returns gradients for every input, and
-    updates the expert once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both; they can also be called
-    directly, from any thread. Passes and updates of one expert never overlap, nor do those of experts that share
-    parameters, directly or through an optimizer. A backend can be copied and pickled: a copy has its own pools.
+    The **forward pass** runs the expert without gradients, and keeps nothing for the backward pass. The **backward
+    pass** runs the expert again on the inputs in the request, returns gradients of every input, and updates the expert
+    once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both passes; they can also be called directly, from
+    any thread. Passes and updates of one expert never overlap, nor do those of experts that share parameters, directly
+    or through an optimizer. A backend can be copied and pickled: a copy has its own pools.
 
     Args:
         name: name of the backend in the pools (``NAME_forward``, ``NAME_backward``), statistics and errors.
@@ -56,49 +56,51 @@ class ExpertBackend(nn.Module):
             returns, is the batch.
         opt: the optimizer of the expert's parameters. None: the expert is never updated, and its parameters get no
             gradients.
-        args_schema: a nested structure of :class:`BatchTensorProto` for each positional argument; a tensor stands for
-            its prototype, and any other leaf is passed to the expert unchanged.
-        kwargs_schema: the same for keyword arguments. One of the two must contain a tensor.
-        outputs_schema: the same for the expert's results; None determines it by one call that leaves no trace (see
+        args_schema: for each positional argument, a nested structure of :class:`BatchTensorProto`. A tensor is replaced
+            by its prototype. Any other leaf is a constant, which is passed to the expert unchanged.
+        kwargs_schema: the same for keyword arguments. One of the two must contain a prototype.
+        outputs_schema: the same for the expert's results. None: it is determined by one call that leaves no trace (see
             :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
         gradient_reduction: ``"sum"``: an update uses the sum over all rows of all requests in the batch, as in one
             backward pass over all of them. ``"mean"``: this sum is divided by the number of rows, so that the length of
             a step does not depend on the number of requests in a batch. Gradients of inputs are never scaled.
         accumulate_steps: the number of batches whose gradients make one update.
-        clip_grad_norm: the largest 2-norm of all parameters' gradients together, after the reduction; longer ones are
-            scaled down to it.
-        nonfinite_gradients: NaN or infinity in a parameter's gradient would reach every row of every later request
-            through the update. ``"raise"`` fails the batch with :class:`NonFiniteGradientError` (with ``isolate=True``
-            only the bad request); ``"skip"`` omits the update and logs a warning, and every request still gets
-            its gradients, as loss scaling needs; ``"step"`` does not check.
-        scheduler: its ``step()`` is called after every update (a learning rate scheduler of torch).
+        clip_grad_norm: the maximum 2-norm of the gradients of all parameters together, after the reduction; larger
+            gradients are scaled down to it.
+        nonfinite_gradients: what to do if a parameter's gradient contains NaN or infinity, which the update would pass
+            on to all later requests. ``"raise"``: the batch fails with :class:`NonFiniteGradientError` (with
+            ``isolate=True`` only the bad request). ``"skip"``: there is no update and a warning is logged, but every
+            request receives its gradients, as loss scaling requires. ``"step"``: gradients are not checked.
+        scheduler: a learning-rate scheduler of torch, or another object whose ``step()`` is called after every update.
         device: the device of the expert; None leaves it on its current one. Inputs on another device are moved there
-            (without waiting, from page-locked memory), and results go to the device of the first input.
+            (asynchronously from page-locked memory), and results go to the device of the first input.
         buffers: the passes that may change buffers of an expert in training mode. ``"backward"``: an input that is
             used for training counts once in the statistics of batch normalisation, any other input does not count.
             ``"both"``: every pass counts, so an input that is used for training counts twice.
-        pool_options: for both pools, see :class:`~pymoe.runtime.TaskPool`: ``max_batch_size=1024, isolate=True``...
-            With ``isolate=True`` a failed backward batch is run again in halves and so may make several updates. A
-            backward request of more than ``max_batch_size`` rows makes several too, and may fail after some of them.
+        pool_options: options of both pools, such as ``max_batch_size=1024, isolate=True``; see
+            :class:`~pymoe.runtime.TaskPool`. With ``isolate=True``, a failed backward batch is run again in halves, and
+            so may make several updates. A backward request of more than ``max_batch_size`` rows also makes several
+            updates, and may fail after some of them.
 
-    Serving a batch clears gradients that were left in ``.grad`` of the module's parameters. A backend can be moved to
-    another device, but not converted to another dtype, since clients have been given its schemas: convert the expert
-    first.
+    A backward batch that trains sets ``.grad`` of the parameters to None, even if other code has put gradients there. A
+    backend can be moved to another device, but not converted to another dtype, because clients use its schemas: convert
+    the expert first.
 
     An expert that draws random numbers (dropout) draws different ones in the backward pass and the forward pass.
 
     Attributes:
         forward_pool: requests are the flat inputs; results are the flat outputs.
-        backward_pool: requests are the flat inputs followed by a gradient for each tensor among the flat outputs, of
-            its shape and dtype (for integer outputs: zeros); results are gradients for the flat inputs.
+        backward_pool: requests are the flat inputs, followed by a gradient of each tensor among the flat outputs, in
+            its shape and dtype (for integer outputs: zeros). Results are gradients of the flat inputs.
 
-    *Flat* is the order of :func:`~pymoe.runtime.nested_flatten` on ``(args, kwargs)``: positional arguments, then
-    keyword arguments by name.
+    *Flat* inputs are in the order of :func:`~pymoe.runtime.nested_flatten` on ``(args, kwargs)``: positional arguments,
+    then keyword arguments sorted by name.
 
     Raises:
-        ValueError: no tensor in the schemas, an invalid option value, or an optimizer with none of the parameters.
+        ValueError: the schemas of the arguments contain no prototype, an option has an invalid value, or ``opt``
+            updates none of the parameters.
         TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
-            ``step()`` of optimizer or scheduler needs arguments and :meth:`apply_gradients` is not overridden.
+            ``step()`` of ``opt`` or ``scheduler`` needs arguments, and :meth:`apply_gradients` is not overridden.
 
     Example:
         >>> expert = torch.nn.Linear(8, 8)
@@ -110,7 +112,7 @@ class ExpertBackend(nn.Module):
         True
     """
 
-    _clears_itself = False  # true while a backward pass of this class makes an update: it clears gradients at the end
+    _clears_itself = False  # true while _run_backward() calls apply_gradients(), and will clear the gradients
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class ExpertBackend(nn.Module):
                 f"the shape of one row that the expert takes, without the number of rows",
             )
             raise
-        self._expert_device = ExpertDevice(self.expert)  # a lazy expert has its parameters only now
+        self._expert_device = ExpertDevice(self.expert)  # the call has made the parameters of a lazy expert
         return schema
 
     def _make_pools(self) -> None:
@@ -207,7 +209,7 @@ class ExpertBackend(nn.Module):
     # --- information for clients ---
 
     def get_info(self) -> dict[str, Any]:
-        """Return the information for clients, a picklable dictionary: name, schemas, names of keyword arguments."""
+        """Return the information for clients: a picklable dictionary of the name, the schemas and the keyword names."""
         return {
             "name": self.name,
             "forward_schema": self.forward_schema,
@@ -221,7 +223,7 @@ class ExpertBackend(nn.Module):
 
     @property
     def backward_schema(self) -> tuple[Any, ...]:
-        """Return the schema of a request of the backward pass: ``forward_schema``, then ``outputs_schema``."""
+        """Return the schema of a backward request: ``(forward_schema, outputs_schema)``."""
         return self.forward_schema, self.outputs_schema
 
     @property
@@ -231,7 +233,7 @@ class ExpertBackend(nn.Module):
 
     @property
     def updates(self) -> int:
-        """Return the number of updates of the expert, including updates before a :meth:`load_state_dict`."""
+        """Return the number of updates of the expert. :meth:`load_state_dict` sets it to that of the loaded state."""
         return self._rule.updates
 
     # --- the passes ---
@@ -239,13 +241,12 @@ class ExpertBackend(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
         """Return the flat outputs of the expert for the flat ``inputs``, computed without gradients.
 
-        Without rows, the outputs have no rows either, and the expert is not called. The expert works on copies of the
-        inputs, so the inputs do not change. Results that share memory with its parameters and buffers are copied.
-        Results in other memory that the expert keeps (a cache) are copied on the way through a pool, but returned
-        uncopied by a direct call.
+        If the inputs have 0 rows, the outputs have 0 rows, and the expert is not called. The expert works on copies of
+        the inputs, so the inputs do not change. Results that share memory with parameters or buffers are copied.
+        Results in other memory that the expert keeps, such as a cache, are copied only if the call goes through a pool.
 
         Raises:
-            ValueError: a wrong number of inputs, or outputs that do not match the schema.
+            ValueError: the number of inputs is wrong, or the outputs do not match the schema.
             Exception: any exception of the expert.
         """
         self._schema.check_count("forward", inputs, len(self._schema.inputs))
@@ -254,23 +255,22 @@ class ExpertBackend(nn.Module):
         return in_plain_state(False, self._run_alone, self._run_forward, inputs)
 
     def backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Update the expert, and return gradients for the flat inputs.
+        """Update the expert, and return gradients of the flat inputs.
 
-        The expert runs again on the inputs, and its results are differentiated. The update uses only the parameters'
-        gradients from this batch, or with ``accumulate_steps`` from the last batches. No gradients are left in
-        ``.grad``.
+        The expert runs again on the inputs, and its results are differentiated. The update uses the gradients of this
+        batch, or of the last ``accumulate_steps`` batches. Afterwards, ``.grad`` of the parameters is None.
 
         Args:
-            inputs: the flat inputs, then a gradient for each tensor among the flat outputs, of its shape. Gradients for
-                integer outputs are ignored.
+            inputs: the flat inputs, followed by a gradient of each tensor among the flat outputs, in the same shape.
+                Gradients of integer outputs are ignored.
 
         Returns:
-            For each input a tensor of its shape and dtype on its device: the gradient, or zeros for an input that does
-            not influence the outputs or cannot be differentiated (integers). Zeros and not None, because the rows of a
-            batch's result go to many requests, and None has no rows.
+            For each flat input, its gradient: a tensor of the same shape and dtype on the same device. It is zeros for
+            an input that has no gradient: an integer input, or one that does not influence the outputs. (None could not
+            be divided among the requests of a batch.)
 
         Raises:
-            ValueError: a wrong number of tensors, or outputs that do not match the schema.
+            ValueError: the number of tensors is wrong, or the outputs do not match the schema.
             NonFiniteGradientError: see ``nonfinite_gradients``.
             Exception: any exception of the expert, the optimizer or the scheduler.
         """
@@ -285,13 +285,13 @@ class ExpertBackend(nn.Module):
         """Update the expert: one step of the optimizer, then one of the scheduler. Subclasses may override this.
 
         The backward pass calls this once per batch (or every ``accumulate_steps`` batches), while no other pass runs.
-        The gradients are in ``.grad`` of the parameters: reduced, checked and clipped according to the options.
-        Afterwards they are cleared by ``opt.zero_grad()`` and then set to None, either by the backward pass or, if an
-        overriding :meth:`backward` calls this method, here.
+        The gradients are in ``.grad`` of the parameters: reduced, checked and clipped according to the options. After
+        the update, ``opt.zero_grad()`` is called and ``.grad`` is set to None. The backward pass does this, or this
+        method itself if it is called from an overriding :meth:`backward`.
         """
         if self.opt is not None:
             self.opt.step()
-            self._rule.updates += 1  # counts even if the scheduler raises
+            self._rule.updates += 1  # before the scheduler's step, which may raise: the update has been made
             if not self._clears_itself:
                 zero_grad(self.opt)
                 clear_gradients([*self._expert_device.parameters, *optimized(self.opt)])
@@ -312,7 +312,7 @@ class ExpertBackend(nn.Module):
 
     def _run_forward(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         args, kwargs = self._schema.pack_arguments(lend(inputs))
-        expert = self._modules["expert"]  # attribute access to a submodule takes 1 us
+        expert = self._modules["expert"]  # self.expert would take 1 us longer
         assert expert is not None
         if self._buffers_change_in_forward or not self._expert_device.has_buffers or not expert.training:
             outputs = self._schema.flatten_outputs(expert(*args, **kwargs))
@@ -327,7 +327,7 @@ class ExpertBackend(nn.Module):
         num_inputs = len(self._schema.inputs)
         changing = False
         try:
-            clear_gradients(parameters)  # left by other uses of the module
+            clear_gradients(parameters)  # other uses of the module may have left gradients
             with self._undo_buffers_after_errors():
                 leaves = [as_leaf(tensor) for tensor in tensors[:num_inputs]]
                 args, kwargs = self._schema.pack_arguments(lend(leaves))
@@ -360,7 +360,7 @@ class ExpertBackend(nn.Module):
         return type(self).apply_gradients is not ExpertBackend.apply_gradients
 
     def _parameters_with_gradients(self) -> list[nn.Parameter]:
-        """Return the parameters that may have a gradient: those of the expert, and those in the optimizer."""
+        """Return the parameters that may have a gradient: those of the expert, and those that the optimizer updates."""
         if not self._expert_device.is_current(self.expert):
             self._look_again()
         found = dict.fromkeys(self._expert_device.parameters)
@@ -372,8 +372,8 @@ class ExpertBackend(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of expert, optimizer and scheduler between two updates.
 
-        Unless ``keep_vars`` is set, tensors are copies: later updates do not change them. Gradients that wait for
-        further batches (``accumulate_steps``) are not included.
+        Unless ``keep_vars`` is set, tensors are copies, which later updates do not change. Gradients that are being
+        accumulated (``accumulate_steps``) are not included.
         """
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
@@ -388,14 +388,18 @@ class ExpertBackend(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the result of :meth:`state_dict`, between two updates. Accumulated gradients are dropped.
 
-        The states of optimizer and scheduler are loaded if both sides have one: a backend without an optimizer can load
-        the state of one that trains, and vice versa.
+        The states of optimizer and scheduler are loaded if the backend and the loaded state both have them: a backend
+        without an optimizer can load the state of one that trains, and vice versa.
         """
         with self._lock:
             return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """Load the part of this module; called by ``load_state_dict`` of this module or of a module around it."""
+        """Load this module's own entries of ``state_dict``, for ``load_state_dict`` of this or of a containing module.
+
+        Raises:
+            ValueError: ``load_state_dict`` was called with ``assign=True``.
+        """
         if self.opt is not None and local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 f"ExpertBackend {self.name!r}: load_state_dict(assign=True) would replace the parameters that opt "
@@ -405,11 +409,11 @@ class ExpertBackend(nn.Module):
             self._rule.forget()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         missing_keys = args[1]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # a plain module's state, which has no extra state
+        if (key := f"{prefix}_extra_state") in missing_keys:  # the state of a plain module lacks this key
             missing_keys.remove(key)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the states of optimizer and scheduler, and the number of updates."""
+        """Return a dictionary of the states of optimizer and scheduler, and the number of updates."""
         with self._lock:
             states = {name: one.state_dict() for name, one in self._stateful()}
             return {"updates": self._rule.updates, **copy.deepcopy(states)}
@@ -438,11 +442,11 @@ class ExpertBackend(nn.Module):
             super()._apply(fn, recurse)
             self._expert_device = ExpertDevice(self.expert)
             if isinstance(self.opt, Optimizer) and self.opt.state:
-                self.opt.load_state_dict(self.opt.state_dict())  # moves its tensors to the device of the parameters
+                self.opt.load_state_dict(self.opt.state_dict())  # move the optimizer's tensors to the new device
         return self
 
     def _refuse_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise TypeError if ``fn`` changes a dtype: clients and pools have the schema with the old one."""
+        """Raise TypeError if ``fn`` changes a dtype, because clients and pools use schemas with the old dtype."""
         own = [*self.expert.parameters(), *self.expert.buffers()]
         for dtype, device in {(tensor.dtype, tensor.device): None for tensor in own if not is_lazy(tensor)}:
             made = fn(torch.empty(0, dtype=dtype, device=device)).dtype
@@ -454,7 +458,7 @@ class ExpertBackend(nn.Module):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except locks and pools. A copy gets its own empty pools, which no runtime serves."""
+        """Return all attributes except the lock and the pools. A copy gets its own pools, which no runtime serves."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", *_POOLS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -470,7 +474,7 @@ class ExpertBackend(nn.Module):
         return twin
 
     def _look_again(self) -> None:
-        """Find the expert's parameters again, after some were replaced."""
+        """Update the list of the expert's parameters after some were replaced; check that ``opt`` updates them."""
         before, self._expert_device = self._expert_device.parameters, ExpertDevice(self.expert)
         if not self._updates_itself():
             check_updates(self.name, self.opt, self._expert_device.parameters, before)
@@ -480,11 +484,14 @@ class ExpertBackend(nn.Module):
 
 
 def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
-    """Find the parameters again after a state was loaded into ``backend``, alone or as a part of another module."""
+    """Update the list of parameters of ``backend`` after a state was loaded into it or into a module that contains it.
+
+    A hook of ``register_load_state_dict_post_hook``.
+    """
     backend._look_again()
 
 
 def mark(error: BaseException, *, may_retry: bool) -> None:
-    """Record in ``error`` whether the batch that raised it may run again."""
+    """Record in an attribute of ``error`` whether the batch that raised it may run again."""
     with suppress(AttributeError):  # the exception does not accept attributes
         setattr(error, _MAY_RETRY, may_retry)

@@ -1,4 +1,4 @@
-"""Type of a tensor in a request: all its properties except its number of rows."""
+"""Prototypes of the tensors in requests: all properties of a tensor except its number of rows and its values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class BatchTensorProto:
 
     Args:
         size: the dimensions after the first, or one sequence of them; none for a tensor with one element per row.
-        dtype: dtype of the elements; None is torch's default dtype at this moment.
-        device: the device where :meth:`make_empty` puts tensors and where a tensor must be to match; None: any device.
+        dtype: dtype of the elements; None: torch's default dtype when the prototype is made.
+        device: the device on which :meth:`make_empty` makes tensors, and on which a tensor must be to match; None:
+            torch's default device for :meth:`make_empty`, any device for a match.
         layout: the memory layout of the tensor.
         requires_grad: whether tensors of :meth:`make_empty` are leaves that collect a gradient. A tensor matches
             whether or not it requires a gradient.
@@ -82,8 +83,8 @@ class BatchTensorProto:
         """Return the prototype of tensors like ``tensor``, of shape (rows, ...).
 
         Raises:
-            TypeError: not a tensor.
-            ValueError: a tensor without dimensions, which has no rows.
+            TypeError: ``tensor`` is not a tensor.
+            ValueError: ``tensor`` has no dimensions, and so no rows.
         """
         if not isinstance(tensor, Tensor):
             raise TypeError(f"BatchTensorProto.from_tensor: expected a tensor, got {type(tensor).__name__}")
@@ -100,24 +101,24 @@ class BatchTensorProto:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of a row, which is ``size``."""
+        """Return the shape of one row, the same as ``size``."""
         return self.size
 
     @property
     def differentiable(self) -> bool:
-        """True if tensors of this dtype can have gradients: floating point and complex tensors can."""
+        """True if tensors of this dtype can have gradients, because it is a floating-point or complex dtype."""
         return has_gradient(self.dtype)
 
     def replace(self, **changes: Any) -> BatchTensorProto:
-        """Return a copy with ``changes``, named as the constructor's arguments; ``size`` is given as a sequence."""
+        """Return a copy with other values for some arguments of the constructor; ``size`` must be a sequence."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | changes
         return BatchTensorProto(*values.pop("size"), **values)
 
     def make_empty(self, batch_size: int, **changes: Any) -> Tensor:
-        """Return a tensor of ``batch_size`` rows of zeros; ``changes`` replace fields of the prototype.
+        """Return a tensor of ``batch_size`` rows of zeros; ``changes`` are as for :meth:`replace`.
 
-        Zeros rather than uninitialised memory, because such tensors are fed to experts: an arbitrary integer may be out
-        of range for an embedding, and arbitrary floats may be NaN.
+        The tensor is not uninitialised, because experts are called with it: an arbitrary integer may be out of range
+        for an embedding, and arbitrary floats may be NaN.
         """
         proto = self.replace(**changes) if changes else self
         return torch.zeros(
@@ -137,8 +138,9 @@ class BatchTensorProto:
         """Raise unless ``tensor`` matches this prototype; ``what`` names it in the message.
 
         Raises:
-            TypeError: not a tensor, or another dtype or layout.
-            ValueError: other dimensions after the first, no dimensions at all, or another device than a required one.
+            TypeError: ``tensor`` is not a tensor, or its dtype or layout differs.
+            ValueError: its dimensions after the first differ, it has no dimensions, or its device differs from
+                ``device``.
         """
         error = self._mismatch(tensor, what)
         if error is not None:

@@ -1,4 +1,4 @@
-"""A module that stands for a served expert in a model: its forward and backward passes are requests."""
+"""A module that represents a served expert in a model: its forward and backward passes are requests to the expert."""
 
 from __future__ import annotations
 
@@ -20,45 +20,44 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 UNSERVED_WARNING_DELAY_S = 2.0
 """Seconds after which a client without a timeout warns that no runtime serves its pool."""
 
-# Attributes that copies of a client share: the backend, its pools and its schemas.
+# Attributes that are not copied: a deep copy of a client uses the same backend, pools and schemas.
 SHARED = {"_backend", "_forward_pool", "_backward_pool", "_schema"}
 
 
 class ExpertClient(nn.Module):
     """Calls the expert of ``backend`` through its pools, as if it were a local module.
 
-    ``client(*args, **kwargs)`` takes and returns the same as the expert. The call is a request to the backend's forward
-    pool. In the backward pass, a request to its backward pool returns the gradients of the inputs and updates the
-    expert. The expert therefore trains with every model that contains it. The client has no parameters, so an optimizer
-    of the model does not update the expert's. The update happens even if no input requires a gradient, but not under
-    ``torch.no_grad()``. ``torch.autograd.grad`` through a client is such a backward pass and updates the expert too.
-    There are no second derivatives through it.
+    ``client(*args, **kwargs)`` takes the arguments of the expert and returns its outputs. The call is a request to the
+    backend's forward pool. In the backward pass, a request to the backward pool returns the gradients of the inputs and
+    updates the expert. So the expert is trained by every model that contains a client of it. The update happens even if
+    no input requires a gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client also
+    updates the expert. Second derivatives through a client raise an error. A client has no parameters: the optimizer of
+    the model does not update the expert.
 
-    Arguments that the schema gives as constants (no tensors) must be the same in every call. A copy of a client
-    (``copy.deepcopy`` of the model around it) sends its requests to the same backend. Outputs are views of their batch:
-    keeping or saving one keeps or saves the rows of the whole batch, unless it is a ``clone()``.
+    Arguments that are constants in the schema must have the same value in every call. A copy of a client, as made by
+    ``copy.deepcopy`` of a model, sends its requests to the same backend. Outputs are views of the outputs of a whole
+    batch: a view keeps the batch in memory, and saving it saves the batch; use ``clone()`` for outputs that are kept.
 
     Under autocast, floating-point inputs are cast to the dtypes in the schema.
 
-    On a GPU, batches are assembled in the device's default stream, and results become ready there: call a client under
-    that stream (``torch.cuda.stream(torch.cuda.default_stream())``). Autograd then runs its backward pass there, too,
-    and orders it with the work of other streams. If a client is called on another stream, neither pass is ordered with
-    the server's work: the two streams must wait for each other around the call, and again around its node in the
-    backward pass, where gradients are requested.
+    On a GPU, batches are assembled in the device's default stream, and results become ready there. So call a client
+    under that stream (``torch.cuda.stream(torch.cuda.default_stream())``); autograd then runs its backward pass there,
+    too, and orders it with the work of other streams. If a client is called under another stream, neither pass is
+    ordered with the server's work. Then make the two streams wait for each other before and after the call, and before
+    and after its node in the backward pass, which requests the gradients.
 
     A call and its backward pass raise the errors below.
 
     Args:
-        backend: the backend whose pools are asked.
-        timeout: the maximum number of seconds for a request, in either pass and however it is waited for; None: no
-            limit.
+        backend: the backend that receives the requests.
+        timeout: the maximum number of seconds for a request, in either pass; None: no limit.
 
     Raises:
-        TypeError: arguments that the expert does not take, a missing tensor, or another dtype.
-        ValueError: a tensor of another shape, tensors of different numbers of rows, or a value that differs from the
-            schema's constant.
-        TimeoutError: not answered in time. The request is cancelled; if it has begun, it runs on, and its result is
-            dropped.
+        TypeError: the arguments do not have the structure of the schema, or a tensor is missing or has another dtype.
+        ValueError: a tensor has another shape than in the schema, tensors have different numbers of rows, or a value
+            differs from the constant in the schema.
+        TimeoutError: the request was not done in time. It is cancelled; if it has begun, it runs to its end, and its
+            result is dropped.
         Exception: any exception of the expert.
 
     Example:
@@ -79,13 +78,13 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        # In a tuple, the backend does not become a submodule, whose parameters would be the client's.
+        # The tuple hides the backend from nn.Module: as a submodule, it would add its parameters to the client's.
         self._backend = (backend,)
         self._warned = False
 
     @property
     def backend(self) -> Backend:
-        """Return the backend to whose pools requests are sent."""
+        """Return the backend that receives the requests."""
         return self._backend[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,31 +93,30 @@ class ExpertClient(nn.Module):
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request without waiting for the answer; get it with ``result()`` or ``await`` of the returned call.
+        """Send the request and return a call, whose ``result()`` or ``await`` waits for the outputs.
 
-        The tensors must not be changed before the call has its result.
+        Do not change the tensors before the call has its result.
         """
         call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
         call._future = self._forward_pool.submit_task(*_values(call._inputs), timeout=self.timeout)
         return call
 
     async def call_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the client from an event loop, without blocking it while the pool is full or the answer is pending.
+        """Return the expert's outputs for these arguments, like a call of the client, without blocking the event loop.
 
-        Cancelling the task that awaits this cancels the request. The backward pass waits in its own thread as always.
+        Cancelling the task that awaits this cancels the request. The backward pass blocks its thread, as for any call.
         """
         call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
         call._future = await self._forward_pool._queue(_values(call._inputs), self.timeout)
         return await call
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
-        """Return the caller's result for the flat ``outputs``, as part of the autograd graph if grad mode is on.
+        """Convert the flat ``outputs`` to the expert's result; in grad mode, make it part of the autograd graph.
 
-        ``versions`` are the version counters that the inputs had when they were sent, to detect in-place changes since
-        then; None for no check.
+        ``versions`` are the version counters of the inputs at the time when they were sent; None: do not check them.
 
         Raises:
-            RuntimeError: an input was changed in place, and a graph is needed.
+            RuntimeError: an input was changed in place since then, and the result is part of the graph.
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
@@ -130,7 +128,7 @@ class ExpertClient(nn.Module):
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Request gradients from the backward pool, which updates the expert; return None for those not ``needed``."""
+        """Request the gradients of the inputs, which also updates the expert; return None for those not ``needed``."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -149,7 +147,7 @@ class ExpertClient(nn.Module):
                 self._wait_for_a_runtime(pool, future)
             return future.result(seconds_left(deadline))
         except BaseException as error:
-            future.cancel()  # its result is no longer needed; cancelling has no effect if it has ended
+            future.cancel()  # nobody needs the result any more; this does nothing if the request is done
             if isinstance(error, TimeoutError):
                 self._explain(error, pool, future)
             raise
@@ -157,7 +155,7 @@ class ExpertClient(nn.Module):
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
         """Wait for a short time, then warn if the request is not done and no runtime serves the pool.
 
-        (A thread that waits with a time limit never runs a batch itself.)
+        This never runs a batch on this thread, because the wait has a time limit.
         """
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
@@ -168,7 +166,7 @@ class ExpertClient(nn.Module):
             )
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
-        """Raise a TimeoutError with more detail, unless ``error`` came from the expert."""
+        """Raise a TimeoutError with more details, unless the expert itself raised ``error``."""
         if not future.done() or future.cancelled():
             why = "" if pool.served else f"; {pool.why_unserved}"
             raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
@@ -191,10 +189,10 @@ class ExpertClient(nn.Module):
         )
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return an iterator over no parameters, and warn: an optimizer of a client would train nothing.
+        """Return an empty iterator, and warn that an optimizer of a client would train nothing.
 
-        There is no warning for ``parameters()`` of a model that contains clients, nor with ``recurse=False``, as DDP
-        calls it on each module.
+        There is no warning for ``parameters()`` of a model that contains clients, nor with ``recurse=False``, which DDP
+        uses for each module.
         """
         if recurse:
             warnings.warn(
@@ -221,9 +219,9 @@ class PendingCall:
         self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
-        """Wait for the expert's outputs and return them, as part of an autograd graph if grad mode is on here.
+        """Wait for the expert's outputs and return them; in grad mode, they are part of the autograd graph.
 
-        Everything that ends the wait early (the client's timeout, Ctrl-C) cancels the request.
+        If the wait ends early, with the client's timeout or Ctrl-C, the request is cancelled.
         """
         outputs = self._client._wait(self._client._forward_pool, self._future, self._deadline)
         return self._client._attach(self._inputs, outputs, self._versions)
@@ -250,10 +248,9 @@ Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]]
 
 
 class ServedCall(torch.autograd.Function):
-    """The autograd node of a call: its outputs exist already, and its backward pass calls ``gradients``, which asks for
-    the inputs' gradients.
+    """The autograd node of a call. Its forward returns the given ``outputs``, and its backward calls ``gradients``.
 
-    ``anchor`` requires a gradient even if no input does, so that experts in a model's first layer are trained too.
+    ``anchor`` requires a gradient even if no input does, so that experts in a model's first layer are trained, too.
     """
 
     @staticmethod
@@ -271,12 +268,13 @@ class ServedCall(torch.autograd.Function):
         of_tensors = [grad for grad, is_tensor in zip(grad_outputs, ctx.is_tensor, strict=True) if is_tensor]
         with torch.no_grad():
             gradients = ctx.gradients(ctx.saved_tensors, of_tensors, ctx.needs_input_grad[3:])
-        # Under create_graph=True, even if no incoming gradient has a history: the expert itself is not linear.
+        # Grad mode is on only with create_graph=True. Refuse second derivatives then, even if no incoming gradient
+        # requires one, because the expert itself is not linear.
         return None, None, None, *(once_only("a served expert", gradients) if torch.is_grad_enabled() else gradients)
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return aliases of ``outputs`` for a node's forward: the request's result must not become part of the graph.
+    """Return aliases of ``outputs`` for a node's forward, so that the tensors in the request's result need no graph.
 
     An output that overlaps with an earlier one becomes a view of the earlier one. If one of the two is changed in place
     and the other is used afterwards, autograd raises an error instead of computing with old values. An output that
@@ -319,12 +317,12 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
 
 
 def _extent(tensor: Tensor) -> range:
-    """Return the range of bytes in the tensor's storage from its first to its last element."""
+    """Return the range of bytes in the storage from the tensor's first element to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + (last + 1) * tensor.itemsize)
 
 
 def _values(tensors: Sequence[Any]) -> list[Any]:
-    """Return the tensors without their graphs, which a pool does not use."""
+    """Return the tensors, detached from their graphs."""
     return [tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor for tensor in tensors]

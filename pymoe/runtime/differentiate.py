@@ -1,4 +1,4 @@
-"""Copies clients' tensors for a call of an expert, and differentiates the call."""
+"""Copies the tensors of clients for a call of an expert, and runs the backward pass of the call."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pymoe.runtime.batch_tensor_proto import has_gradient
 
 
 def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies for a call of an expert, so that the caller's inputs stay unchanged whatever the expert does.
+    """Return copies of the inputs for a call of an expert, so that the expert cannot change the caller's inputs.
 
-    An expert may change its inputs in only some calls, depending on a mode, a counter or the values, and through
-    ``.data`` or numpy, which do not change the version counter. So all inputs are always copied. The copies are not
-    leaves of autograd, because autograd refuses in-place changes of leaves.
+    All inputs are always copied. Whether an expert changes them cannot be found out in advance: it may do so only in
+    some calls, or through ``.data`` or numpy, which do not change the version counter. The copies are not leaves of
+    autograd, because autograd refuses in-place changes of leaves.
     """
     return [tensor.clone() for tensor in tensors]
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return the same values outside of any graph; the result collects a gradient if its dtype can have one."""
-    if tensor.is_inference():  # autograd cannot save a tensor made in inference mode
+    """Return a leaf of autograd with the values of ``tensor``, which requires a gradient if its dtype can have one."""
+    if tensor.is_inference():  # autograd cannot save a tensor that was made in inference mode
         tensor = tensor.clone()
     leaf = tensor.detach()
     return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
@@ -32,10 +32,12 @@ def as_leaf(tensor: Tensor) -> Tensor:
 def run_backward_pass(
     outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
 ) -> tuple[Tensor, ...]:
-    """Run a backward pass and return gradients for the leaves; with ``trains``, parameters get theirs in ``.grad``.
+    """Run a backward pass and return the gradients of the leaves; zeros for a leaf that does not influence an output.
 
-    The whole pass runs on this thread. Otherwise autograd would run nodes whose gradients are on a GPU on its only
-    thread for that GPU, where the node of a client that waits for this pass would block it forever.
+    With ``trains``, also add the gradients of parameters to their ``.grad``.
+
+    The whole pass runs on this thread. By default, autograd would run nodes on a GPU on its single thread for that GPU.
+    If that thread was waiting in the node of a client for this very pass, neither could continue.
     """
     roots, grads = [], []
     for output, grad in zip(outputs, grad_outputs, strict=True):
@@ -60,9 +62,10 @@ def run_backward_pass(
 
 
 def _apart(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients in separate memory.
+    """Return the gradients, with a clone in place of each one that shares memory with an earlier one.
 
-    Autograd may keep a gradient as ``.grad`` and add to it in place, which would change others in the same memory.
+    Autograd may use a gradient as ``.grad`` and add to it in place, which would change other gradients in the same
+    memory.
     """
     seen: set[int] = set()
     apart: list[Tensor | None] = []
@@ -81,7 +84,7 @@ def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def zero_grad(opt: Any) -> None:
-    """Call the optimizer's own ``zero_grad``, which may do more than clear gradients, if ``opt`` has one."""
+    """Call ``opt.zero_grad()`` if it exists: an optimizer may do more there than clear gradients."""
     if callable(own := getattr(opt, "zero_grad", None)):
         own()
 
@@ -90,7 +93,9 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """Run a backward pass with given gradients, since the first such pass in a process spends 0.3 s on imports."""
+    """Run ``torch.autograd.backward`` once with output gradients: the first such call in a process takes 0.3 s longer,
+    for imports.
+    """
     global _autograd_is_warm
     if not _autograd_is_warm:
         with torch.inference_mode(False), torch.enable_grad():

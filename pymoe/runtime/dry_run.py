@@ -1,4 +1,4 @@
-"""A dry run of an expert, which determines what it returns and leaves no trace."""
+"""A trial call of an expert, which determines the schema of its results and leaves no trace."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def infer_outputs_schema(
 ) -> Any:
     """Return the schema of the results of ``expert``, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
 
-    The call leaves no trace: it runs in evaluation mode without gradients, and afterwards training flags, buffers and
-    the states of random generators (torch's, and those that a module of the expert holds as an attribute) are restored.
-    Other threads that draw numbers from torch's own generators meanwhile may draw some of them again.
+    The call leaves no trace: it runs in evaluation mode without gradients. Afterwards training flags and buffers are
+    restored, and the states of random generators: torch's, and those in attributes of the expert and its submodules.
+    If other threads draw random numbers from torch's generators during the call, they may draw the same numbers again
+    after it.
 
     Args:
-        expert: the module.
+        expert: the module to call.
         args_schema: nested structures of prototypes, one per positional argument.
-        kwargs_schema: the same by keyword.
+        kwargs_schema: nested structures of prototypes, one per keyword argument.
         device: the device of the zeros, unless a prototype names a device.
 
     Raises:
-        ValueError: the expert returned no tensor, or one whose first dimension is not the batch's.
+        ValueError: the expert returned no tensor, or a tensor that does not have one row for each row of the inputs.
         Exception: any exception of the expert.
     """
 
@@ -66,9 +67,9 @@ def _proto_of_output(leaf: Any) -> Any:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Run the block with ``module`` in evaluation mode, then undo all its effects except those on parameters.
+    """Run the block with ``module`` in evaluation mode; then restore training flags, buffers and random generators.
 
-    Training flags are set one by one and not by ``eval()``, which some modules override to do more.
+    Training flags are set one by one and not with ``eval()``, which some modules override to do more.
     """
     modules = list(module.modules())
     flags = [one.training for one in modules]
@@ -88,9 +89,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
-    """Restore the tensor and the values of every buffer of ``module`` and its submodules after the block.
+    """After the block, restore every buffer of ``module`` and its submodules: the tensor object and its values.
 
-    With ``only_after_errors``, only if the block ends with an exception.
+    With ``only_after_errors``, restore them only if the block raises an exception.
     """
     # Version counters do not show which buffers have changed: batch normalisation changes its buffers without
     # increasing them. So all buffers are copied.
@@ -114,6 +115,6 @@ def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Itera
 
 
 def _gpus_of(module: nn.Module) -> list[int]:
-    """Return the indices of CUDA devices with parts of ``module``, which may draw from these devices' generators."""
+    """Return the indices of the CUDA devices of the parameters and buffers of ``module``."""
     tensors = [*module.parameters(), *module.buffers()]
     return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})

@@ -1,4 +1,4 @@
-"""The device of an expert; moves the tensors of requests to the device, and results back."""
+"""Determines the device of an expert, moves the tensors of requests to it, and moves results back."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class ExpertDevice:
-    """The device of an expert's first parameter, or buffer if it has none; any device for an expert without either.
+    """The device of an expert: that of its first parameter, or of its first buffer if it has no parameters.
 
-    Parameters keep their identity when their module is moved, so this object follows the expert. It must be recreated
-    after parameters are replaced.
+    An expert with neither runs on the device of its inputs. After parameters or buffers were replaced by other tensors,
+    make a new object.
     """
 
     def __init__(self, expert: nn.Module) -> None:
@@ -28,15 +28,17 @@ class ExpertDevice:
         self._begins = [begin for begin, _ in self._memory]
 
     def is_current(self, expert: nn.Module) -> bool:
-        """Return whether ``expert`` still has the same parameters."""
+        """Return whether ``expert`` still has the same parameters as when this object was made."""
         known = self.parameters
         now = list(expert.parameters())
         return len(now) == len(known) and all(map(operator.is_, now, known))
 
     def copy_own(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``leaves`` with copies of tensors that lie in the expert's memory: clients may change their results.
+        """Return ``leaves``, with a copy in place of every tensor that shares memory with the expert's parameters or
+        buffers.
 
-        Memory that parameters or buffers received after this object was made is not recognised.
+        They are copied because clients may change their results. Only memory that the parameters and buffers had when
+        this object was made is recognised.
         """
         return tuple([leaf.clone() if self._owns(leaf) else leaf for leaf in leaves])
 
@@ -58,29 +60,29 @@ class ExpertDevice:
     def run(
         self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        """Run ``function`` on the tensors, moved to the expert's device, with its GPU as the current one.
+        """Move the tensors to the expert's device, and call ``function`` with them. A GPU is made the current device.
 
-        Return the function's result, with the tensors in it moved to the device of ``tensors[0]``.
+        Return the function's result, with its tensors moved to the device of ``tensors[0]``.
         """
         home = tensors[0].device
         device = self.device or home
         crossed = {device, home} if device != home else set()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                # Copies from page-locked memory run while the host continues. From other memory, torch itself waits for
-                # the copy.
+                # Only copies from page-locked memory are asynchronous: from other memory, torch waits for the copy even
+                # with non_blocking.
                 if self._landmark is not None:
                     tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
                 leaves = function(tensors)
                 crossed |= {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home}
                 return tuple(leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            finally:  # after this, a client may read the result and reuse its own tensors
+            finally:  # wait for all copies: afterwards a client reads the result, and may change its tensors
                 for place in crossed:
                     if place.type == "cuda":
                         torch.cuda.current_stream(place).synchronize()
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a function can run on these tensors as they are, without :meth:`run`."""
+        """Return whether :meth:`run` is unnecessary: no tensor need be moved, and no GPU be made the current device."""
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device
         for tensor in tensors:
@@ -90,10 +92,10 @@ class ExpertDevice:
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the first address of each tensor's memory and the address after its last byte."""
+    """Return the first address of the memory of each tensor, and the address after its last byte."""
     found = set()
     for tensor in tensors:
-        with suppress(RuntimeError, NotImplementedError):  # uninitialised, or a subclass without memory
+        with suppress(RuntimeError, NotImplementedError):  # lazy parameters and some subclasses have no memory
             storage = tensor.untyped_storage()
             found.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     return found

@@ -1,10 +1,10 @@
-"""Futures of requests, and waiting for many of them: the first, all, or each as it ends.
+"""Futures of requests, and functions that wait for several of them.
 
-A request has only one future: if one of several tasks that await it is cancelled, the request is cancelled for all of
-them (to prevent that, await ``asyncio.shield(asyncio.ensure_future(future))``).
+A request has only one future. If several tasks await it and one of them is cancelled, the request is cancelled for all
+of them. To prevent that, await ``asyncio.shield(asyncio.ensure_future(future))``.
 
-``concurrent.futures.wait`` and ``as_completed`` accept these futures as well, with a lock for each; :func:`wait` and
-:func:`as_completed` accept the futures of any executor, at a lower cost.
+``concurrent.futures.wait`` and ``as_completed`` accept these futures as well, but create a lock for each. :func:`wait`
+and :func:`as_completed` cost less, and also accept the futures of any executor.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ __all__ = ["Future", "as_completed", "wait"]
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:
-    """Call ``function(future)`` once the future is done, on the thread that completes the future. ``function`` must not
-    block.
-    """
+    """Call ``function(future)`` once the future is done, on the thread that completes it. The call must not block."""
     getattr(future, "_tell", future.add_done_callback)(function)
 
 
 class Standard:
-    """The part of a future that ``concurrent.futures.wait`` and ``as_completed`` use, created on first use.
+    """The attributes of a native future that only ``concurrent.futures.wait`` and ``as_completed`` need.
 
-    Both functions read the state and add their waiters under the condition, so the state agrees with what waiters are
-    told. The native future creates this object at the first access to ``_condition``, ``_waiters`` or ``_state``.
+    A future creates this object at the first access to its ``_condition``, ``_waiters`` or ``_state``. Those functions
+    read the state and add their waiters under the condition. The end of the request is recorded and announced to the
+    waiters under the same condition, so no waiter misses it.
     """
 
     def __init__(self, future: Future) -> None:
@@ -72,10 +71,10 @@ class DoneAndNotDone(NamedTuple):
 
 
 def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str = ALL_COMPLETED) -> DoneAndNotDone:
-    """Wait as ``concurrent.futures.wait`` does.
+    """Wait for several requests, like ``concurrent.futures.wait``.
 
-    A thread that waits here runs no batch itself, while one in ``result()`` may: a function of a pool that waits for
-    requests should call ``result()``.
+    A thread that waits here never runs a batch itself. A thread in ``result()`` may, so the function of a pool should
+    wait for other requests with ``result()``.
 
     Args:
         futures: futures of requests; duplicates count once.
@@ -86,13 +85,14 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
         Two sets, ``done`` (cancelled ones too) and ``not_done``.
 
     Raises:
-        ValueError: ``return_when`` is not one of these.
+        ValueError: ``return_when`` is none of these constants.
     """
     if return_when not in (FIRST_COMPLETED, FIRST_EXCEPTION, ALL_COMPLETED):
         raise ValueError(f"wait: return_when must be a constant of concurrent.futures, got {return_when!r}")
     everyone = set(futures)
     try:
-        for future in arrivals(everyone, deadline_after(timeout), late=queue.Empty):  # no signal handler raises Empty
+        # Not TimeoutError, which a signal handler may raise as well.
+        for future in arrivals(everyone, deadline_after(timeout), late=queue.Empty):
             failed = not future.cancelled() and future.exception() is not None
             if return_when == FIRST_COMPLETED or (return_when == FIRST_EXCEPTION and failed):
                 break
@@ -103,28 +103,28 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 
 
 def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
-    """Yield the futures in the order in which they end, each once, as ``concurrent.futures.as_completed`` does.
+    """Yield the futures in the order in which they end, each once, like ``concurrent.futures.as_completed``.
 
-    Futures that were yielded are not kept: a result without another reference is freed before the next one comes.
+    The iterator keeps no reference to a future that it has yielded, so that its result can be freed.
 
     Args:
         futures: futures of requests.
         timeout: seconds from this call within which all must have ended; None: no limit.
 
     Raises:
-        TimeoutError: from the iterator, when the time is over.
+        TimeoutError: not all futures were done at the timeout. The iterator raises it.
     """
     return arrivals(set(futures), deadline_after(timeout))
 
 
 def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = TimeoutError) -> Iterator[Any]:
-    """Yield each future once it is done. Raise ``late`` if the deadline has passed and no further future is done.
+    """Yield each future once it is done. Raise ``late`` if some are not done at the deadline.
 
-    Futures that have not been yielded forget this wait when it ends, however it ends.
+    When the iterator ends, even early, its callbacks are removed from the futures that it has not yielded.
     """
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     count = len(futures)
-    put = ended.put  # one bound method object, so that _forget() finds it
+    put = ended.put  # _forget() must be given the same object as tell()
     pending = set(futures)
     del futures
 
@@ -139,7 +139,7 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
         future = None
         for missing in range(count, 0, -1):
             try:
-                yield take()  # without a variable, which would keep the future alive
+                yield take()  # a local variable would keep the yielded future alive
             except queue.Empty:
                 raise late(f"{missing} of {count} requests are not done in time") from None
     finally:
@@ -148,10 +148,10 @@ def arrivals(futures: set[Any], deadline: float | None, late: type[Exception] = 
 
 
 def _forget(future: Any, callback: Any) -> None:
-    """Remove a callback of ``add_done_callback``, unless the future is done and has dropped it already."""
+    """Remove a callback that was added with :func:`tell`, unless the future is done."""
     if isinstance(future, concurrent.futures.Future) and not isinstance(future, Future):
         own = vars(future)
-        with own["_condition"]:  # completing takes this lock: no other thread uses the callbacks
+        with own["_condition"]:  # the thread that completes the future also takes this lock
             if not future.done():
                 with suppress(ValueError):
                     own["_done_callbacks"].remove(callback)

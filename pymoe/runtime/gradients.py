@@ -1,4 +1,4 @@
-"""Turns a batch's gradients into an update's gradients: checks that they are finite, accumulates, reduces, clips."""
+"""Computes the gradients of an update from those of batches: checks them for NaN, accumulates, reduces and clips."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """Raised for NaN or infinity in the gradient of a parameter. Nothing was updated."""
+    """Raised if the gradient of a parameter contains NaN or infinity. The expert was not updated."""
 
 
 class GradientRule:
-    """Turns the gradients that a batch left in ``.grad`` into the gradients of an update, before the optimizer runs.
+    """Computes the gradients of an update from the gradients that batches leave in ``.grad``.
 
-    The options are those of :class:`~pymoe.runtime.ExpertBackend`. The caller that makes an update counts it in
-    ``updates``.
+    The arguments are options of :class:`~pymoe.runtime.ExpertBackend`. After an update, the caller must increase
+    ``updates``, the number of updates so far.
     """
 
     def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
@@ -43,7 +43,10 @@ class GradientRule:
 
     @property
     def last_update(self) -> int:
-        """Return the number of the update that contains the last batch: the next update while gradients accumulate."""
+        """Return the number of the update with the gradients of the last batch.
+
+        If these gradients are still being accumulated, this is the next update.
+        """
         return self.updates + (1 if self._batches else 0)
 
     def forget(self) -> None:
@@ -53,15 +56,18 @@ class GradientRule:
         self._batches = 0
 
     def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
-        """Accumulate, reduce and clip the gradients in ``.grad`` of the parameters; return whether an update is due.
+        """Take the gradients of a batch from ``.grad`` of the parameters; return whether to make an update now.
 
-        If it is, the gradients of the update are then in ``.grad``. Gradients are replaced and never changed in place,
-        since autograd may have made them views of tensors that clients sent.
+        The gradients are accumulated. Once those of ``accumulate_steps`` batches are complete, they are reduced and
+        clipped, the results are stored in ``.grad``, and True is returned. No gradient is changed in place, because it
+        may share memory with a tensor of a client.
+
+        Gradients of a batch that are not finite are not accumulated. If all of them are finite and only the norm of the
+        accumulated ones is not, all accumulated gradients are dropped. In both cases, return False with
+        ``nonfinite_gradients="skip"``.
 
         Raises:
-            NonFiniteGradientError: see ``nonfinite_gradients``. A batch with such a gradient is not accumulated. If
-                only the norm of the sums is not finite, all accumulated batches are dropped: with them every later
-                update would be refused.
+            NonFiniteGradientError: gradients are not finite, and ``nonfinite_gradients`` is ``"raise"``.
         """
         graded = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in graded if parameter.grad is not None]
@@ -102,13 +108,13 @@ class GradientRule:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no element of any of the tensors is NaN or infinite.
+    """Return whether all elements of all tensors are finite.
 
-    Sums are computed first, which takes a tenth of the time: a sum that includes NaN or infinity is never finite. A sum
-    of finite values may overflow, too, so every element is checked if a sum is not finite.
+    Check the sums of the tensors first, which takes a tenth of the time: a sum that includes NaN or infinity is never
+    finite. Check every element only if a sum is not finite, because sums of finite values may overflow, too.
     """
     sums = [tensor.detach().sum() for tensor in tensors]
-    if any(total.device.type != "cpu" for total in sums):  # one wait for the device instead of one per tensor
+    if any(total.device.type != "cpu" for total in sums):  # add them on one device, to wait for it only once
         device = next(total.device for total in sums if total.device.type != "cpu")
         sums = [torch.stack([total.abs().to(device, torch.float64) for total in sums]).sum()]
     if all(cmath.isfinite(total.item()) for total in sums):

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C on the main thread while it runs a batch that must be neither interrupted nor run twice."""
+"""Defers Ctrl-C while the main thread runs a batch that must be neither interrupted nor run twice."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 from pymoe.runtime.timers import call_later
 
-DELAY_S = 0.01  # time from the end of a block to its deferred Ctrl-C, in which the batch returns its results
+DELAY_S = 0.01  # seconds before a deferred Ctrl-C is raised, so that the batch can return its results first
 
 
 class uninterrupted:
-    """A context manager that defers Ctrl-C until shortly after its end. It has an effect only on the main thread.
+    """A context manager that defers Ctrl-C until shortly after its block. It has an effect only on the main thread.
 
-    A client that waits on the main thread may be running a batch for other clients, too. An interrupt concerns that
-    client and not the batch: the batch returns to its queue and runs once more. So an update that is under way must be
-    neither left half done nor made twice. A second Ctrl-C is not deferred: the block may hang.
+    The main thread may run a batch while it waits for the result of a request. If Ctrl-C interrupts the batch, the
+    batch returns to its queue and is run again, because the interrupt is meant only for the waiting client. An update
+    must be neither interrupted halfway nor made twice, so it runs in such a block. A second Ctrl-C during the block is
+    not deferred, in case the block hangs.
     """
 
-    # A class and not a generator function, which would cost every batch one microsecond more.
+    # Not a generator with contextlib.contextmanager, which would take one microsecond longer for every batch.
     _handler: Any = None
     _pending = False
 
@@ -42,12 +43,12 @@ class uninterrupted:
 
 
 def interrupt_soon() -> None:
-    """Raise Ctrl-C in this thread again, after the batch that it runs has returned its results.
+    """Send SIGINT (Ctrl-C) to this thread again, :data:`DELAY_S` seconds from now.
 
-    If it were raised immediately, it would end the batch like an error of the batch itself.
+    Raised immediately, it would count as an exception of the batch that this thread is running.
     """
     thread = threading.get_ident()
     try:
         call_later(DELAY_S, signal.pthread_kill, thread, signal.SIGINT)
-    except RuntimeError:  # no thread can be started
+    except RuntimeError:  # no thread of timers can be started
         signal.pthread_kill(thread, signal.SIGINT)

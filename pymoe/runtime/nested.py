@@ -1,8 +1,8 @@
-"""Nested structures: tuples, lists, named tuples and dicts of anything, and the order of their leaves.
+"""Functions for nested structures: tuples, lists, named tuples and dicts that contain each other and leaves.
 
-A leaf is anything else: a tensor, a prototype, a number, None. Leaves are in this order: items of a sequence as given,
-and values of a dict by **sorted key**, so that two equal dicts have their leaves in the same order, however they were
-built. Keys that cannot be compared are sorted by the name of their type and their repr.
+A leaf is any other object: a tensor, a prototype, a number, None. The leaves have an order: items of a sequence are
+taken in their order, and values of a dict in the order of the **sorted keys**, so that equal dicts have equal lists of
+leaves. Keys that cannot be compared are sorted by the name of their type, then by their repr.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ def nested_flatten(structure: Any) -> list[Any]:
 
 
 def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
-    """Return a copy of ``structure`` with its leaves replaced by ``flat``, in order. Undoes :func:`nested_flatten`.
+    """Return a copy of ``structure`` with its leaves replaced by those in ``flat``; the inverse of
+    :func:`nested_flatten`.
 
-    A packed dict has its keys in the order of the dict in ``structure``, and its type if that can be made from a dict.
+    A dict of the result has the same order of keys as the dict in ``structure``, and the same type if the type can be
+    made from a dict.
 
     Raises:
         ValueError: fewer or more leaves than ``structure`` has.
@@ -37,11 +39,12 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
 
 
 def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others: Any) -> Any:
-    """Return ``structure`` with each leaf replaced by ``function(leaf, *corresponding leaves of others)``.
+    """Return a copy of ``structure`` with each leaf replaced by ``function(leaf, *corresponding leaves of others)``.
 
     Raises:
-        TypeError: no structure was given. ``functools.partial(nested_map, function)`` makes a function of structures.
-        ValueError: one of ``others`` has another structure (see :func:`nested_compare`).
+        TypeError: no structure was given. For a function that takes only structures, use
+            ``functools.partial(nested_map, function)``.
+        ValueError: the structures differ (see :func:`nested_compare`).
     """
     if structure is _MISSING:
         raise TypeError(
@@ -55,10 +58,10 @@ def nested_map(function: Callable[..., Any], structure: Any = _MISSING, *others:
 
 
 def nested_compare(first: Any, second: Any) -> bool:
-    """Return whether both have the same structure: the same kinds of containers, with the same lengths and keys.
+    """Return whether both structures have the same kinds of containers, with the same lengths and keys.
 
-    Leaves may differ. Lists, tuples and each type of named tuple are different kinds; all dicts are of the same kind,
-    including subclasses.
+    Leaves may differ. Lists, tuples and each type of named tuple are different kinds. All dicts, including those of
+    subclasses, are of the same kind.
     """
     if _kind(first) is not _kind(second):
         return False
@@ -70,7 +73,7 @@ def nested_compare(first: Any, second: Any) -> bool:
 
 
 def _kind(structure: Any) -> Any:
-    """Return the properties that two equal containers must share; None for every leaf."""
+    """Return a type that stands for the kind of the container (see :func:`nested_compare`); return None for a leaf."""
     if isinstance(structure, dict):
         return dict
     if isinstance(structure, list):
@@ -81,7 +84,7 @@ def _kind(structure: Any) -> Any:
 
 
 def sorted_keys(mapping: dict[Any, Any]) -> list[Any]:
-    """Return the keys of ``mapping`` in the order of its leaves."""
+    """Return the keys of ``mapping`` in the order in which :func:`nested_flatten` takes its values."""
     try:
         return sorted(mapping)
     except TypeError:
@@ -107,12 +110,12 @@ def _rebuild(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
             return in_order
         try:
             return type(structure)(in_order)
-        except TypeError:  # such as defaultdict, whose first argument is not a mapping
+        except TypeError:  # defaultdict, for example: its first argument is no mapping
             return in_order
     if isinstance(structure, (list, tuple)):
         items = [_rebuild(item, make_leaf) for item in structure]
         if isinstance(structure, list):
             return items
-        make: Callable[[Iterable[Any]], Any] = getattr(type(structure), "_make", tuple)  # for a named tuple
+        make: Callable[[Iterable[Any]], Any] = getattr(type(structure), "_make", tuple)  # named tuples have _make()
         return make(items)
     return make_leaf(structure)

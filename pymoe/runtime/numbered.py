@@ -1,8 +1,8 @@
-"""A pool of backward passes that says which update contains the gradient of a row, and which requests were applied.
+"""A pool for backward requests that also returns, for each row, the number of the update with the row's gradient.
 
-A program that saves an expert, and needs to determine which requests the saved state contains, compares the number of a
-request's update with the state's number of updates. A request of several batches that failed has no such number, and
-some of its rows may have been applied.
+A server saves an expert together with the list of requests whose updates the saved state includes. A request belongs in
+the list if the number of its update is at most the state's number of updates. If a request of several batches fails, it
+returns no number although some of its rows may have been applied; so the pool also records which requests were applied.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from pymoe.runtime.task_pool import TaskPool
 
 
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
-    """Return another pool of the backend's backward pass, and the set of the IDs of requests that it has applied, at
-    least in part.
+    """Return a second pool for the backward pass of ``backend``, and a set of the IDs of applied requests.
 
-    The pool has the same options and excludes the backend's forward pool. A request has an additional tensor, int64 of
-    shape (rows,): an ID, the same in every row, or zeros for a request without one. The pool adds the ID to the set;
-    the caller removes it.
+    The pool has the options of ``backend.backward_pool``, and its batches never overlap with those of the forward pool.
+    A request has one more tensor, int64 of shape (rows,): the ID of the request in every row, or zeros for no ID. After
+    every batch that did not raise, the pool adds the IDs of its requests to the set. The caller removes them again.
 
-    A result is the result of ``backend.backward_pool`` followed by an int64 tensor (rows,): the number of the update
-    that contains, or with ``accumulate_steps`` will contain, the gradient of the row. A state whose ``updates`` is at
-    least this number contains the gradient. A batch that made no update, because its gradients were not finite and were
-    skipped, has the number of the update before it. If a subclass has its own ``backward``, which counts no updates,
-    every batch counts as one. If such a ``backward`` raises, an update may have been made: the exception is marked so
-    that nothing runs again, unless the backend's ``may_retry`` allows it.
+    A result is the result of ``backend.backward_pool``, followed by an int64 tensor of shape (rows,): the number of the
+    update that includes the gradient of the row, or that will include it once ``accumulate_steps`` batches have been
+    accumulated. A state with at least this number of ``updates`` includes the gradient. If a batch makes no update
+    because its gradients are not finite, the number is that of the previous update.
+
+    If a subclass of ExpertBackend overrides ``backward`` without counting updates, each batch counts as one update. If
+    the overriding method raises, an update may have been made: the exception is marked so that the batch does not run
+    again, unless ``backend.may_retry`` allows it.
     """
     overridden = type(backend).backward is not ExpertBackend.backward
     counts_itself = not overridden or not backend.trains
@@ -38,7 +39,7 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
 
     def backward(*tensors_and_names: Tensor) -> tuple[Tensor, ...]:
         *tensors, names = tensors_and_names
-        with backend._lock:  # re-entrant; held so that no other pass runs between an update and the read of its number
+        with backend._lock:  # no other pass may update the expert before the number is read
             before = backend.updates
             try:
                 gradients = backend.backward(*tensors)

@@ -18,12 +18,12 @@ from pymoe import _runtime
 
 
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Return the lock to hold while these parameters are read or changed: backends that share any exclude each other.
+    """Return the lock that a backend holds while it reads or changes these parameters.
 
-    Every parameter has exactly one re-entrant lock, that of the first backend with this parameter. A backend whose
-    parameters have several locks holds them all, taken in the same order everywhere, so that two backends never wait
-    for each other. A pass that waits for another expert lends its locks to that expert, as if the other expert ran on
-    the same thread.
+    Every parameter has exactly one re-entrant lock, which was made for the first backend with this parameter. So
+    backends that share a parameter exclude each other. If the parameters of a backend have several locks, the returned
+    lock takes all of them, always in the same order, so that two backends never wait for each other. While a pass waits
+    for another expert, that expert may use the locks of the pass as if it ran on the same thread.
     """
     parameters = list(parameters)
     with _registry:
@@ -35,7 +35,7 @@ def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     locks = [lock for _, lock in numbered]
     return (
         locks[0] if len(locks) == 1 else _Together(locks)
-    )  # if Ctrl-C interrupts _Together between two locks, the first stays held
+    )  # prefer a single lock: if Ctrl-C interrupts _Together between two locks, the first one is never released
 
 
 class _Together:
@@ -57,12 +57,15 @@ _locks = WeakIdKeyDictionary()  # parameter -> (number, lock)
 
 
 def optimized(opt: Any) -> list[nn.Parameter]:
-    """Return the parameters in the groups of ``opt``; an empty list if it has no groups."""
+    """Return the parameters in the ``param_groups`` of ``opt``; an empty list if it has none."""
     return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
 
 
 def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
-    """Raise TypeError unless each is None or has a ``step()``, and if ``alone``, one that needs no arguments."""
+    """Raise TypeError unless ``opt`` and ``scheduler`` are each None or have a ``step()``.
+
+    With ``alone``, ``step()`` must also need no arguments.
+    """
     for what, kind, one in (("opt", "an optimizer", opt), ("scheduler", "a scheduler", scheduler)):
         if one is None:
             continue
@@ -82,15 +85,15 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
                 f"ExpertBackend: {what}.step() of {type(one).__name__} cannot be called without arguments ({error}); "
                 f"override ExpertBackend.apply_gradients to call it with what it needs"
             ) from None
-        except ValueError:  # it has no signature
+        except ValueError:  # its signature cannot be determined
             continue
 
 
 def check_updates(name: str, opt: Any, parameters: Sequence[nn.Parameter], before: Sequence[nn.Parameter]) -> None:
     """Check that ``opt`` updates the ``parameters`` of the expert ``name``.
 
-    Warn of parameters that require gradients, are not updated, and are not among those of the last check, ``before``.
-    Optimizers that are not torch's are not checked.
+    ``before`` are the parameters at the previous check, if there was one. Warn if ``opt`` does not update a parameter
+    that requires a gradient and has been added since then. Only optimizers of torch are checked.
 
     Raises:
         ValueError: ``opt`` updates none of the parameters.

@@ -1,4 +1,4 @@
-"""Interfaces of a backend and its pools for clients and mixtures, whichever process the expert is in."""
+"""The interfaces of backends and pools that clients and mixtures use, for experts of this and of other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pymoe.runtime.room import RoomLine
 class RequestPool(Protocol):
     """Takes requests for one pass of an expert, as :class:`~pymoe.runtime.TaskPool` does.
 
-    Only for this package: clients and mixtures use methods of pools that are not public.
+    The interface includes private methods, so only classes of this package can implement it.
     """
 
     _line: RoomLine
@@ -25,31 +25,31 @@ class RequestPool(Protocol):
 
     @property
     def served(self) -> bool:
-        """True if requests are answered, as far as is known."""
+        """True if requests will be answered, as far as is known now."""
 
     @property
     def why_unserved(self) -> str:
-        """Return a clause for error messages that says why the pool is not served."""
+        """Return a clause for messages that says why the pool is not served."""
 
     def submit_task(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 
     def _try_submit(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request and return its future, or return None if there is no room now."""
+        """Queue a request and return its future; return None if the queue is full."""
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
-        """Queue a request once there is room, without blocking the event loop, and return its future."""
+        """Wait until the queue has room, without blocking the event loop; queue a request and return its future."""
 
     def _idle_is_known(self) -> None:
-        """Record that waiting clients have been told that no runtime serves this pool."""
+        """Record that a warning has said that no runtime serves this pool, so that it is not repeated."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """A served expert, as :class:`~pymoe.runtime.ExpertClient` and mixtures use it.
+    """The interface of a served expert that :class:`~pymoe.runtime.ExpertClient` and mixtures use.
 
-    :class:`~pymoe.runtime.ExpertBackend` is one, for an expert of this process; the backends of
-    :func:`pymoe.remote.connect` are others.
+    It is implemented by :class:`~pymoe.runtime.ExpertBackend` for an expert of this process, and by
+    :class:`pymoe.remote.RemoteBackend` for an expert of a server.
     """
 
     @property
@@ -61,7 +61,7 @@ class Backend(Protocol):
         """True if backward passes update the expert."""
 
     def get_info(self) -> dict[str, Any]:
-        """Return ``name``, ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
+        """Return a dictionary of ``name``, ``forward_schema``, ``outputs_schema`` and ``keyword_names``."""
 
     def get_pools(self) -> Sequence[Any]:
         """Return the pool of the forward pass and the pool of the backward pass."""
@@ -81,7 +81,10 @@ def check_is_backend(owner: str, backend: Any) -> None:
 
 
 def how(value: Any) -> str:
-    """Return the end of an error message for a value that should have been a backend; "" unless it is a module."""
+    """Return the end of an error message about ``value``, which is not a backend.
+
+    For a module, it says how to make a backend of the module; otherwise it is "".
+    """
     if not isinstance(value, nn.Module):
         return ""
     return ": make a backend of the module with ExpertBackend(name, module, opt, args_schema=[BatchTensorProto(...)])"

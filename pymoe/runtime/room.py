@@ -1,4 +1,4 @@
-"""A line in which requests of coroutines and mixtures wait for room in a full pool, without blocking a thread."""
+"""Waiting lines for pools: requests of coroutines and mixtures wait there for room, without blocking a thread each."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 
 
 class Place(concurrent.futures.Future):
-    """A place in the line for a full pool. Its result is the request's future, once the request has been submitted."""
+    """The place of a request in the line for a full pool; a future whose result is the future of the request.
+
+    It is done as soon as the request has been submitted.
+    """
 
     def __init__(self, line: RoomLine, timeout: float | None) -> None:
         super().__init__()
         self._line, self._timeout = line, timeout
 
     def leave(self) -> bool:
-        """Give up the place in the line, so that the request is never submitted.
+        """Leave the line, so that the request is never submitted.
 
-        Return False if the request has been submitted already, or submitting it has failed.
+        Return False if the request has left the line already: it was submitted, or submitting it failed.
         """
         left = self._line._leave(self)
         if left:
             super().cancel()
-            self.set_running_or_notify_cancel()  # this wakes the threads that wait for a cancelled future
+            self.set_running_or_notify_cancel()  # wakes the threads that wait for this place
         return left
 
     def cancel(self) -> bool:
-        """Leave the line, or cancel the request if it has been submitted."""
+        """Leave the line; cancel the request if it has been submitted. Return whether it was still in the line."""
         if not self.leave():
             self.add_done_callback(_cancel_request)
         return self.cancelled()
 
     def wait(self, seconds: float) -> Any:
-        """Wait in this thread; return the future of the request, or None if there was no room within ``seconds``."""
+        """Block until the request is submitted, and return its future; return None after ``seconds`` without room."""
         try:
             concurrent.futures.wait([self], seconds)
             return None if self.leave() else self.result()
@@ -47,7 +50,13 @@ class Place(concurrent.futures.Future):
             raise
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Wait in an event loop. Cancelling the task, and running out of time, cancel the place."""
+        """Wait in an event loop until the request is submitted, and return its future.
+
+        If the task is cancelled, the request leaves the line.
+
+        Raises:
+            TimeoutError: there was no room within the timeout. The request has left the line.
+        """
         return outcome(self, self._timeout)
 
 
@@ -57,32 +66,33 @@ def _cancel_request(place: concurrent.futures.Future[Any]) -> None:
 
 
 class RoomLine:
-    """The line of requests for one pool: first come, first served. Thread-safe.
+    """The line of the requests that wait for room in one pool: first come, first served. Thread-safe.
 
-    A daemon thread submits the requests in turn. It starts when the first one joins, and ends when there is room and no
-    request waits, or when the pool has been closed.
+    A daemon thread submits the requests in turn. It starts when a request joins and no thread runs, and ends once no
+    request is left and the pool has room or is closed.
 
     Args:
-        wait_for_room: returns once the pool has room, which another client may take, and raises RuntimeError if the
-            pool is closed. It must not keep the pool alive, which may be dropped while the thread waits.
+        wait_for_room: blocks until the pool has room, and raises RuntimeError if the pool is closed. When it returns,
+            another client may already have taken the room. It must not keep a strong reference to the pool, so that the
+            pool can be collected while the thread waits.
     """
 
     def __init__(self, wait_for_room: Callable[[], object]) -> None:
         self._wait_for_room = wait_for_room
-        self._lock = threading.RLock()  # reentrant: a finaliser or a signal handler may use the line, too
+        self._lock = threading.RLock()  # reentrant, because a finaliser or a signal handler may use the line
         self._waiting: OrderedDict[Place, Callable[[], Any]] = OrderedDict()
         self._thread: threading.Thread | None = None
 
     def join(self, submit: Callable[[], Any], timeout: float | None = None) -> Place:
-        """Return a place in the line.
+        """Add a request to the line, and return its place.
 
         Args:
             submit: submits the request without blocking and returns its future, or None if there is no room. It is not
                 called again after :meth:`Place.leave`.
-            timeout: the maximum number of seconds that ``await`` waits; None: no limit.
+            timeout: the maximum number of seconds for which ``await`` of the place waits; None: no limit.
 
         Raises:
-            RuntimeError: the thread cannot be started. The request is not in the line.
+            RuntimeError: the thread cannot be started. The request was not added.
         """
         place = Place(self, timeout)
         with self._lock:
@@ -103,11 +113,11 @@ class RoomLine:
 
     def _run(self) -> None:
         while self._submit_all():
-            with suppress(RuntimeError):  # the pool was closed, as the next request will find out
+            with suppress(RuntimeError):  # the pool was closed: the next call of submit() raises that for its request
                 self._wait_for_room()
 
     def _submit_all(self) -> bool:
-        """Submit the requests in turn while there is room; return whether any are left."""
+        """Submit the requests in turn; return True if there is no room for the next one, False if none is left."""
         while True:
             error = future = None
             with self._lock:
@@ -118,7 +128,7 @@ class RoomLine:
                 try:
                     future = submit()
                 except BaseException as raised:
-                    error = raised.with_traceback(None)  # the traceback would keep the tensors alive
+                    error = raised.with_traceback(None)  # the traceback would keep the request's tensors alive
                 if future is None and error is None:
                     self._waiting[place] = submit
                     self._waiting.move_to_end(place, last=False)
@@ -138,7 +148,7 @@ async def submit_when_there_is_room(pool: Any, tensors: Sequence[Any], timeout: 
         TimeoutError: there was no room within ``timeout`` seconds.
         Exception: any exception of the pool.
     """
-    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)  # this checks the arguments
+    future = pool._try_submit(*tensors, timeout=timeout, priority=priority)  # raises if the arguments are invalid
     if future is not None:
         return future
     deadline = deadline_after(timeout)

@@ -1,4 +1,4 @@
-"""Runtime: the workers that serve pools."""
+"""Worker threads that run the batches of pools."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Threads that run the batches of pools, oldest request of all pools first.
+    """Threads that run the batches of pools, always the batch with the oldest request first.
 
-    Pools accept requests before a runtime serves them. :meth:`shutdown` closes them, until another runtime starts with
-    them. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). A runtime that is
-    dropped without a shutdown cancels queued requests and lets running batches end, as it does at interpreter exit.
+    Pools accept requests even before a runtime serves them. After :meth:`shutdown` they refuse requests until a runtime
+    with them starts. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). If a
+    runtime is collected without a shutdown, or at interpreter exit, queued requests are cancelled and running batches
+    end normally.
 
     Args:
         backends_or_pools: a pool, or anything with ``get_pools()``; several of these, or a dictionary of them by name.
-        num_workers: threads that run batches; None takes one for each pool or backend, up to the number of CPUs.
-        stats_interval: seconds between lines of statistics in the log ``pymoe.runtime``, one for each pool that had
-            anything to do; None writes none.
-        monitor: whether ``python -m pymoe.runtime.top`` in another terminal may read the pools: True, or a folder
-            for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`); None follows the environment variable
-            ``PYMOE_MONITOR``, and without it means no.
+        num_workers: number of threads that run batches; None: one for each of ``backends_or_pools``, up to the number
+            of CPUs.
+        stats_interval: seconds between statistics in the log ``pymoe.runtime``, one line for each pool that was busy;
+            None: no statistics.
+        monitor: whether ``python -m pymoe.runtime.top`` in another terminal may read the statistics: True, or a folder
+            for the socket (see :mod:`pymoe.runtime.monitoring.socket_server`). None: only if the environment variable
+            ``PYMOE_MONITOR`` says so.
         expert_backends: hivemind's name for ``backends_or_pools``.
         prefetch_batches: hivemind's option, ignored: there is no queue of batches between pools and workers.
         sender_threads: hivemind's option, ignored: the thread that computes a result also returns it.
@@ -45,10 +47,10 @@ class Runtime:
 
     Attributes:
         expert_backends: the backends or pools of the constructor.
-        ready: an event that is set while it runs.
+        ready: an event that is set while the runtime runs.
 
     Raises:
-        ValueError: no pool, fewer than one worker, or a stats_interval that is not a positive number.
+        ValueError: there is no pool, ``num_workers`` is less than 1, or ``stats_interval`` is not a positive number.
         TypeError: something is neither a pool nor a backend with pools, ``device`` is given, or ``num_workers`` is not
             an integer.
 
@@ -95,8 +97,8 @@ class Runtime:
         self.ready = threading.Event()
         self._idle = threading.Event()
         self.num_workers = num_workers
-        self._changes = threading.RLock()  # held while the runtime starts, adds or removes
-        self._leaving: list[TaskPool] = []  # pools that are being removed, once per call of remove()
+        self._changes = threading.RLock()  # guards changes to the pools and to the list below
+        self._leaving: list[TaskPool] = []  # pools that remove() waits for, once per waiting call
         self._reader = StatsReader(self._served)
         self._observers = observers
         weakref.finalize(self, observers.stop)
@@ -115,8 +117,9 @@ class Runtime:
         """Start the workers, unless they run already.
 
         Raises:
-            RuntimeError: a pool is served by another Runtime, or the process is a fork.
-            OSError: the ``monitor`` that was asked for cannot listen.
+            RuntimeError: another Runtime serves one of the pools, or this process was forked from the one that made
+                this runtime.
+            OSError: the ``monitor`` cannot listen.
         """
         renew_engine()
         with self._changes:
@@ -130,11 +133,11 @@ class Runtime:
             self.shutdown(drain=False)
             raise
         self.ready.set()
-        if not self.running:  # another thread has shut it down in the meantime
+        if not self.running:  # another thread has called shutdown() in the meantime
             self.ready.clear()
 
     def run(self) -> None:
-        """Start, and return after another thread has shut the runtime down; Ctrl-C shuts it down immediately.
+        """Start, and block until another thread shuts the runtime down; Ctrl-C shuts it down without draining.
 
         Raises:
             RuntimeError, OSError: see :meth:`start`.
@@ -154,7 +157,7 @@ class Runtime:
                 several batches end after the current batch.
 
         Raises:
-            RuntimeError: called from a batch of this runtime, or in a fork.
+            RuntimeError: this was called from a batch of this runtime, or in a forked child.
         """
         self._executor.shutdown(drain)
         self._observers.stop()
@@ -162,16 +165,16 @@ class Runtime:
         self._idle.set()
 
     def add(self, backend_or_pool: Any) -> None:
-        """Add a backend or pool, which is served from now on if the runtime runs. One that is already served stays.
+        """Add a backend or pool, which is served from now on if the runtime runs.
 
-        A pool that :meth:`remove` has closed, before it timed out or was interrupted, is opened again.
-
-        The number of workers does not change. May be called from any thread, and from a batch.
+        Nothing changes for a pool that is already served, except that it is opened again if a call of :meth:`remove`
+        has closed it and then timed out or was interrupted. The number of workers does not change. May be called from
+        any thread, and from a batch.
 
         Raises:
-            RuntimeError: a pool is served by another Runtime (then nothing is added), or this one is shutting down, or
-                is still removing it.
-            TypeError: neither a pool nor a backend with pools.
+            RuntimeError: another Runtime serves one of the pools (then nothing is added), this runtime is shutting
+                down, or a call of :meth:`remove` still waits for the pool.
+            TypeError: the argument is neither a pool nor a backend with pools.
         """
         with self._changes:
             coming = pools_of(backend_or_pool)
@@ -180,7 +183,7 @@ class Runtime:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
             self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # A pool that excludes an already served pool is served together with it.
+            # Mutually exclusive pools share workers: a pool that excludes a served pool is served already.
             here = self.pools
             _warn_of_equal_names(new, self.pools, stacklevel=3)
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
@@ -189,11 +192,12 @@ class Runtime:
                 pool._server = weakref.ref(self._executor) if self.running else None
 
     def remove(self, backend_or_pool: Any, drain: bool = True, timeout: float | None = None) -> None:
-        """Refuse further requests of a backend or pool, wait until every one is done, and stop serving it.
+        """Refuse further requests to a backend or pool, wait until its requests are done, and stop serving it.
 
-        The others are served meanwhile, and a running batch is waited for. Removed pools may be added again, here or to
-        another runtime, which opens them. After a timeout or an interrupt (Ctrl-C) the pool is closed and still served:
-        call this again to continue waiting, or :meth:`add` to open it.
+        Other pools are served meanwhile. Removed pools may be added to this or another runtime, which opens them again.
+
+        If this times out or is interrupted (Ctrl-C), the pool stays closed to further requests, and is still served.
+        Call this again to continue waiting, or :meth:`add` to open the pool.
 
         Args:
             backend_or_pool: a backend or pool of the constructor, or one that was added.
@@ -203,9 +207,9 @@ class Runtime:
 
         Raises:
             TimeoutError: some requests are still not done.
-            ValueError: it is not served here, or is mutually exclusive with a pool that would stay.
-            RuntimeError: called from a batch of this runtime, or in a fork.
-            TypeError: neither a pool nor a backend with pools.
+            ValueError: a pool is not served by this runtime, or is mutually exclusive with a pool that would stay.
+            RuntimeError: this was called from a batch of this runtime, or in a forked child.
+            TypeError: the argument is neither a pool nor a backend with pools.
         """
         leaving = pools_of(backend_or_pool)
         with self._changes:
@@ -221,7 +225,7 @@ class Runtime:
             self._leaving += leaving
         released = False
         try:
-            released = self._executor.release(leaving, drain, timeout)  # not under the lock: it may take long
+            released = self._executor.release(leaving, drain, timeout)  # may take long, so not under self._changes
         finally:
             with self._changes:
                 for pool in leaving:
@@ -236,11 +240,14 @@ class Runtime:
     def _forget(self, pools: list[TaskPool]) -> None:
         self._served.remove(pools)
         for pool in pools:
-            if pool._server is not None and pool._server() is self._executor:  # another runtime may have it by now
+            if pool._server is not None and pool._server() is self._executor:  # another runtime may have taken it
                 pool._server = None
 
     def stats(self) -> dict[str, PoolStats]:
-        """Return every pool's statistics by name; rates are since the previous call, or since the runtime was made."""
+        """Return the statistics of every pool, by name.
+
+        Rates cover the time since the previous call; those of the first call the time since the runtime was made.
+        """
         return self._reader.read()
 
     def __repr__(self) -> str:
@@ -275,7 +282,11 @@ def _warn_of_equal_names(new: Iterable[TaskPool], others: Iterable[TaskPool], st
 
 
 def members_of(backends_or_pools: Any) -> list[Any]:
-    """Return the backends and pools to serve as a list; raise TypeError if the argument can contain none."""
+    """Return a list of the backends and pools to serve: a single one, or the members of an iterable or dictionary.
+
+    Raises:
+        TypeError: the argument is none of these.
+    """
     if isinstance(backends_or_pools, TaskPool) or callable(getattr(backends_or_pools, "get_pools", None)):
         return [backends_or_pools]
     if isinstance(backends_or_pools, Mapping):
@@ -286,7 +297,11 @@ def members_of(backends_or_pools: Any) -> list[Any]:
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """Return the pools of a backend, or the pool itself in a list; raise TypeError for anything else."""
+    """Return a list of the pools of ``backend``, or of ``backend`` itself if it is a pool.
+
+    Raises:
+        TypeError: ``backend`` is neither a pool nor a backend with pools.
+    """
     if isinstance(backend, TaskPool):
         return [backend]
     get_pools = getattr(backend, "get_pools", None)

@@ -1,8 +1,9 @@
-"""Converts arguments and results of a served expert to flat tensors and back.
+"""Converts the arguments and results of a served expert to flat sequences of tensors, and back.
 
-Pools carry flat tuples of tensors. *Flat* is the order of :func:`~pymoe.runtime.nested_flatten`: positional arguments,
-then keyword arguments by name. A request is checked in two steps: :meth:`RequestSchema.flatten_arguments` checks the
-structure of the arguments, and the pool checks their tensors when the request is submitted.
+The requests and results of pools are flat. Their order is that of :func:`~pymoe.runtime.nested_flatten`: positional
+arguments, then keyword arguments sorted by name. A request is checked in two steps:
+:meth:`RequestSchema.flatten_arguments` checks the structure of the arguments, and the pool checks the tensors when the
+request is submitted.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pymoe.runtime.nested import nested_compare, nested_flatten, nested_map, nes
 def to_schema(structure: Any) -> Any:
     """Return ``structure`` with every tensor replaced by its prototype.
 
-    Leaves that are neither tensors nor prototypes remain: they are the same in every request.
+    Other leaves are kept: prototypes, and constants, which must be the same in every request.
     """
     return nested_map(lambda leaf: BatchTensorProto.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, structure)
 
 
 def as_arguments(args_schema: Sequence[Any] | None) -> tuple[Any, ...]:
-    """Return the arguments as a tuple; a single prototype stands for one argument."""
+    """Return ``args_schema`` as a tuple with one entry per argument; a single prototype or tensor is one argument."""
     return (args_schema,) if isinstance(args_schema, (BatchTensorProto, Tensor)) else tuple(args_schema or ())
 
 
@@ -39,8 +40,8 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """Converts arguments and outputs of the expert ``name`` between their structures and flat tensors.
 
-    The usual case (tensors as arguments, one tensor as the output) has a shortcut everywhere: the general path takes
-    longer than many experts need for one row. Leaves of the schemas are prototypes or constants.
+    The leaves of the schemas are prototypes or constants. If all arguments are tensors and the output is one tensor,
+    the methods take a faster path, because the general one takes longer than many experts need for a row.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.
@@ -78,7 +79,7 @@ class RequestSchema:
 
         Raises:
             TypeError: the arguments have another structure than the schema, or a tensor is given for a constant.
-            ValueError: a value that differs from the schema's constant.
+            ValueError: a value differs from the constant in the schema.
         """
         if self._one_argument and len(args) == 1 and not kwargs:
             flat = [args[0]]
@@ -89,7 +90,7 @@ class RequestSchema:
                 self._check_constants(flat)
                 leaves = zip(flat, self._argument_leaves, strict=True)
                 flat = [leaf for leaf, proto in leaves if isinstance(proto, BatchTensorProto)]
-        if is_any_autocast_enabled():  # torch's public function asks about a single type of device
+        if is_any_autocast_enabled():  # torch's public functions check only one type of device
             return [under_autocast(tensor, proto) for tensor, proto in zip(flat, self.inputs, strict=True)]
         return flat
 
@@ -109,8 +110,8 @@ class RequestSchema:
         """Check the flat inputs and return their number of rows, for callers that read the tensors before a pool does.
 
         Raises:
-            TypeError: something that is not a tensor, or of another dtype than the schema's.
-            ValueError: another shape, or different numbers of rows.
+            TypeError: an input is not a tensor, or has another dtype than in the schema.
+            ValueError: an input has another shape than in the schema, or inputs have different numbers of rows.
         """
         for place, (tensor, proto) in enumerate(zip(tensors, self.inputs, strict=True)):
             if not proto.matches(tensor):
@@ -122,7 +123,10 @@ class RequestSchema:
         return rows[0]
 
     def check_count(self, what: str, tensors: Sequence[Any], expected: int) -> None:
-        """Raise ValueError unless there are ``expected`` tensors and the first has rows; ``what`` names the pass."""
+        """Raise ValueError unless there are ``expected`` tensors and the first one has a dimension for its rows.
+
+        ``what`` names the pass in the message.
+        """
         if len(tensors) != expected:
             raise ValueError(f"{self.name}: {what} takes {expected} tensors, got {len(tensors)}")
         if tensors[0].dim() == 0:
@@ -191,7 +195,7 @@ class RequestSchema:
         )
 
     def pack_outputs(self, leaves: Sequence[Any]) -> Any:
-        """Undo :meth:`flatten_outputs`."""
+        """Return the expert's result with these leaves; the inverse of :meth:`flatten_outputs`."""
         return leaves[0] if self._one_output else nested_pack(leaves, self._outputs)
 
     def output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -199,7 +203,7 @@ class RequestSchema:
         return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
 
     def empty_outputs(self, device: torch.device) -> tuple[Any, ...]:
-        """Return the flat outputs for no rows."""
+        """Return the flat outputs for a request with 0 rows."""
         return tuple(
             leaf.make_empty(0, device=device, requires_grad=False) if isinstance(leaf, BatchTensorProto) else leaf
             for leaf in self._output_leaves
@@ -207,7 +211,10 @@ class RequestSchema:
 
 
 def under_autocast(tensor: Any, proto: BatchTensorProto) -> Any:
-    """Return a floating-point ``tensor`` in the dtype of ``proto`` if autocast is on; otherwise return it unchanged."""
+    """Cast ``tensor`` to the dtype of ``proto`` if autocast is on for its device and both dtypes are floating-point.
+
+    Otherwise return it unchanged.
+    """
     if not (isinstance(tensor, Tensor) and tensor.is_floating_point() and proto.dtype.is_floating_point):
         return tensor
     return tensor.to(proto.dtype) if torch.is_autocast_enabled(tensor.device.type) else tensor
@@ -220,7 +227,7 @@ def _anywhere(schema: Any) -> tuple[BatchTensorProto, ...]:
 def _equal(first: Any, second: Any) -> bool:
     try:
         return bool(first == second)
-    except Exception:  # arrays and other objects without a truth value
+    except Exception:  # the comparison has no single truth value, as for arrays
         return False
 
 

@@ -1,4 +1,4 @@
-"""TaskPool: requests of many clients, a few rows each, run through one function in batches."""
+"""A pool that collects the requests of many clients, and passes their rows to a function in batches."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def check_count(owner: str, option: str, value: Any) -> int:
-    """Return an option that counts something as an int, whatever integer type it has.
+    """Return ``value``, an integer of any type, as an int; ``owner`` and ``option`` name it in messages.
 
     Raises:
-        TypeError: the value is not an integer (a fraction would be cut off unnoticed).
-        OverflowError: it is above :data:`LARGEST_COUNT`.
+        TypeError: the value is not an integer. (A conversion would silently cut off a fraction.)
+        OverflowError: the value is above :data:`LARGEST_COUNT`.
     """
     try:
         count = operator.index(value)
@@ -56,46 +56,50 @@ class TaskPool(_runtime.TaskPool):
     """A bounded queue of requests in front of a function that works on batches.
 
     Any number of threads and coroutines call :meth:`submit_task`. A :class:`Runtime` takes queued requests, oldest
-    first, concatenates the rows of as many requests as fit, calls ``process_func`` once, and gives every request its
-    own rows of the result. A request's future can stand in for a ``concurrent.futures.Future``. Several tasks can await
-    it; cancelling one of them cancels the request for all. Requests of different dtypes, devices or row shapes never
-    share a batch. Tensors on a GPU must be ready in its default stream: batches are assembled there, and results become
-    ready there. A client that uses another stream must make the default stream wait for its stream before it submits.
-    Before it reads a result, it must make its stream wait for the default stream, and call ``record_stream`` of the
-    result. It may drop submitted tensors once the request is done.
+    first, concatenates the rows of as many requests as fit, calls ``process_func`` once, and returns to every request
+    the rows of the result that belong to it. Requests of different dtypes, devices or row shapes never share a batch.
+
+    The future of a request can be used like a ``concurrent.futures.Future``. Several tasks can await it; cancelling one
+    of them cancels the request for all.
+
+    On a GPU, batches are assembled in the device's default stream, and results become ready there. A client that uses
+    another stream must make the default stream wait for this stream before it submits tensors. Before it reads a
+    result, it must make its stream wait for the default stream, and call ``record_stream`` of the result. It may drop
+    the tensors that it submitted once the request is done.
 
     Args:
-        process_func: called with one tensor per position, the rows of all requests one after the other in dimension 0;
-            the tensors are its own. Returns a tensor, or a tuple, list, dict or nested structure of tensors with as
-            many rows. A request's result has the same structure. Its tensors are views of the request's rows in a copy
-            of each tensor, so that clients may change their results even if the function keeps its own (tensors that
-            share memory with each other are not copied). Keeping or saving such a view keeps or saves the rows of the
-            whole batch: use ``clone()`` for what must last. Leaves that are not tensors go to every request unchanged.
-            The function runs with gradients enabled, on a worker of the runtime or on a thread that waits for a result.
-            Every request of the batch raises its exception.
+        process_func: called with one tensor for each tensor of a request. Dimension 0 contains the rows of all requests
+            of the batch; the function may change these tensors. It returns a tensor, or a tuple, list, dict or nested
+            structure of tensors, with the same number of rows. A request's result has the same structure. Its tensors
+            are views of copies of the returned tensors, so that clients may change their results even if the function
+            keeps what it has returned. (Tensors that share memory with each other are not copied.) A view keeps the
+            rows of the whole batch in memory, and saving it saves them all; use ``clone()`` for results that are kept.
+            Leaves that are not tensors are returned to every request unchanged. The function runs with gradients
+            enabled, on a worker of the runtime or on a thread that waits for a result. If it raises, every request of
+            the batch raises the same exception.
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
-        min_batch_size: number of rows to wait for, as long as ``timeout`` allows.
-        max_batch_size: largest number of rows of a batch. A larger request is split over several batches, and its
-            result is joined.
+        min_batch_size: the number of rows to wait for, as long as ``timeout`` allows.
+        max_batch_size: the maximum number of rows of a batch. A request with more rows is split over several batches,
+            and its result is joined.
         timeout: the maximum number of seconds that a request waits for ``min_batch_size`` rows; None: no limit.
-        capacity: largest number of requests in the queue; None means 65536.
-        linger: upper bound in seconds on the wait for a fuller batch, which adapts to the clients: a single client
-            never waits. 0 turns it off.
+        capacity: the maximum number of requests in the queue; None: 65536.
+        linger: the maximum number of seconds to wait for a fuller batch. The wait adapts to the clients: a single
+            client never waits. 0: never wait.
         priority: head start in seconds over the requests of other pools.
-        isolate: run a batch that raised again in halves, so that only a bad request fails. Use it only for functions
-            that change nothing if they raise. An exception with the attribute ``pymoe_may_retry = False`` prevents
-            another run.
+        isolate: if a batch raises, run it again in halves, so that only a bad request fails. Use this only for
+            functions that change nothing if they raise. A batch whose exception has the attribute
+            ``pymoe_may_retry = False`` is not run again.
         on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
         schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
-        exclusive_with: a pool whose batches must never overlap with this one's.
+        exclusive_with: a pool whose batches never overlap with those of this pool.
         request_timeout: the timeout of requests that are submitted without one; None: no limit.
 
     Raises:
-        ValueError: sizes, times or ``on_full`` are invalid.
+        ValueError: a size, a time or ``on_full`` is invalid.
         OverflowError: a size is above 2**31 - 1.
-        TypeError: ``process_func`` cannot be called, there is no name, an option does not exist, or a size or time is
-            not a number.
+        TypeError: ``process_func`` cannot be called, ``name`` is not a string, an option does not exist, or a size or
+            time is not a number.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x + 1, name="increment", max_batch_size=64)
@@ -165,7 +169,7 @@ class TaskPool(_runtime.TaskPool):
 
     @property
     def why_unserved(self) -> str:
-        """Return a clause for error messages that says why the pool is not served."""
+        """Return a clause for messages that says why the pool is not served."""
         return "no Runtime serves the pool: start one with Runtime([backend])"
 
     @property
@@ -174,7 +178,9 @@ class TaskPool(_runtime.TaskPool):
         return self._statistics()["queued"] == 0
 
     def __call__(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit a request and return its result; raises the same as :meth:`submit_task` and :meth:`Future.result`.
+        """Submit a request, wait for its result, and return the result.
+
+        Raises the errors of :meth:`submit_task` and :meth:`Future.result`.
 
         Args:
             tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
@@ -184,9 +190,9 @@ class TaskPool(_runtime.TaskPool):
         return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
 
     async def submit_async(self, *tensors: Tensor, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Submit a request and await its result, without blocking the event loop while the queue is full.
+        """Submit a request, await its result, and return the result. Even a full queue does not block the event loop.
 
-        Raises the same as :meth:`submit_task` and :meth:`Future.result`. Cancelling the task that awaits cancels the
+        Raises the errors of :meth:`submit_task` and :meth:`Future.result`. Cancelling the task that awaits cancels the
         request.
 
         Args:

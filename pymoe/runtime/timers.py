@@ -1,11 +1,13 @@
-"""Functions that are called after a time: deadlines of requests, pauses between attempts, deferred interrupts.
+"""Timers, which call a function at a given time: for deadlines, pauses between attempts and deferred interrupts.
 
-All timers of a process share one daemon thread, which waits until the first of them is due. Before it calls that
-timer's function, it has another thread wait for the rest, so a function may block, or wait for another timer, without
-delaying any timer. A thread that has found nothing to do for a minute ends, unless no other thread waits for a timer.
+One daemon thread of the process waits until the first timer is due. Before it calls the timer's function, it wakes or
+starts another thread, which then waits for the next timer. So a function may block, or wait for another timer, without
+delaying any timer. A waiting thread that has called no function for a minute ends, unless timers are set and no other
+thread waits for them.
 
-Most deadlines are reset or cancelled long before they pass, so both cost little: they do not wake the waiting thread.
-It sleeps until the earliest time that was set when it fell asleep, and only then looks at the timers that are left.
+Most timers are reset or cancelled long before they are due, and this costs little: ``cancel`` never wakes the waiting
+thread, and ``reset`` wakes it only if the new time is before the thread's next wake-up. The thread may then wake up for
+a timer that is no longer due at that time; it looks for the first timer again.
 """
 
 from __future__ import annotations
@@ -19,32 +21,33 @@ from contextlib import suppress
 from typing import Any
 
 IDLE_S = 60.0
-"""Seconds without a timer after which a thread ends."""
+"""Seconds after which a waiting thread ends if it has called no function."""
 NEVER = float("inf")
 
-_changed = threading.Condition()  # guards the names below; reentrant, since the garbage collector may cancel a timer
-_due: dict[TimerHandle, float] = {}  # when a function is to be called, on the monotonic clock
-_watching: set[threading.Thread] = set()  # threads that wait for a timer, or were started or woken to do so
-_wakes = NEVER  # latest time at which a waiting thread wakes up
+# Guards the variables below. Its lock is reentrant, because the garbage collector may cancel a timer at any time.
+_changed = threading.Condition()
+_due: dict[TimerHandle, float] = {}  # the time of every timer that is set, on the monotonic clock
+_watching: set[threading.Thread] = set()  # the threads that wait for a timer, or are about to
+_wakes = NEVER  # the time at which a waiting thread wakes up by itself; NEVER if none waits
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the time ``timeout`` seconds from now, on the monotonic clock; None: never."""
+    """Return the time ``timeout`` seconds from now on the monotonic clock; return None for None (no limit)."""
     return None if timeout is None else time.monotonic() + timeout
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Return the seconds from now to ``deadline``, at least 0; None: for ever."""
+    """Return the seconds from now to ``deadline``, at least 0; return None for None (no limit)."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class TimerHandle:
-    """Calls a function once at a given time, on a thread of timers. Thread-safe.
+    """Calls a function at a given time, on a thread of timers. Thread-safe.
 
-    Each :meth:`reset` sets a time at which the function is called once. :meth:`cancel`, and another :meth:`reset`, undo
-    this unless the call has begun; both return whether they undid one. A timer may be reset while its function runs; if
-    the timer is due again before the function has returned, two threads run the function. Exceptions of the function go
-    to ``threading.excepthook``.
+    :meth:`reset` sets the time, at which the function is called once. Until the call begins, another :meth:`reset`
+    replaces the time, and :meth:`cancel` removes it. A timer may be reset while its function runs; if it is due before
+    the function returns, two threads run the function at the same time. Exceptions of the function are passed to
+    ``threading.excepthook``.
     """
 
     __slots__ = ("_arguments", "_function")
@@ -53,14 +56,13 @@ class TimerHandle:
         self._function, self._arguments = function, arguments
 
     def reset(self, seconds: float) -> bool:
-        """Call the function ``seconds`` from now.
+        """Set the timer to call the function ``seconds`` from now, instead of at any time that was set before.
 
         Returns:
-            True if this replaces a time that had been set, so the function is not called then; False if no time was
-            set or the call for it has begun.
+            True if the timer was set before and that call had not begun; False otherwise.
 
         Raises:
-            RuntimeError: no thread waits for timers, and none can be started. The timer is not set.
+            RuntimeError: no thread waits for timers, and none can be started. The timer is no longer set.
         """
         due = time.monotonic() + seconds
         with _changed:
@@ -75,7 +77,7 @@ class TimerHandle:
             return replaces
 
     def cancel(self) -> bool:
-        """Do not call the function; return False if no time was set or the call for it has begun."""
+        """Stop the timer. Return False if it was not set, or its call has begun (and continues)."""
         with _changed:
             return _due.pop(self, None) is not None
 
@@ -85,19 +87,23 @@ class TimerHandle:
         except BaseException:
             try:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-            except BaseException:  # raised by the program's threading.excepthook
+            except BaseException:  # the program has replaced threading.excepthook, and its function raised
                 sys.__excepthook__(*sys.exc_info())
 
 
 def call_later(seconds: float, function: Callable[..., Any], *arguments: Any) -> TimerHandle:
-    """Return a timer that calls ``function(*arguments)`` ``seconds`` from now; raises as :meth:`TimerHandle.reset`."""
+    """Set a new timer that calls ``function(*arguments)`` ``seconds`` from now, and return it.
+
+    Raises:
+        RuntimeError: see :meth:`TimerHandle.reset`.
+    """
     timer = TimerHandle(function, *arguments)
     timer.reset(seconds)
     return timer
 
 
 def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function on a thread of timers, where it may block; in this thread if no thread can be started."""
+    """Call ``function(*arguments)`` at once on a thread of timers; if none can be started, call it in this thread."""
     try:
         call_later(0.0, function, *arguments)
     except RuntimeError:
@@ -105,7 +111,7 @@ def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _let_a_thread_look() -> None:
-    """Wake a waiting thread, or start one, to look at the timers. The caller must hold the lock."""
+    """Make a thread look for the first timer: wake a waiting thread, or start one. Call this under ``_changed``."""
     if _watching:
         _changed.notify()
         return
@@ -113,7 +119,7 @@ def _let_a_thread_look() -> None:
     try:
         _watching.add(thread)
         thread.start()
-    except BaseException:  # after Ctrl-C, the thread may run nevertheless: then there is one too many
+    except BaseException:  # after Ctrl-C, the thread may have started all the same, which does no harm
         _watching.discard(thread)
         raise
 
@@ -121,23 +127,23 @@ def _let_a_thread_look() -> None:
 def _run() -> None:
     while (timer := _next()) is not None:
         timer._call()
-        del timer  # do not keep it, and what its function references, until the next timer is due
+        del timer  # do not keep the function's objects alive until the next timer is due
 
 
 def _next() -> TimerHandle | None:
-    """Wait until a timer is due, and remove and return it; return None if this thread should end."""
+    """Wait until a timer is due, then remove it from ``_due`` and return it; return None if this thread is to end."""
     global _wakes
     thread, begun = threading.current_thread(), time.monotonic()
     with _changed:
         _watching.add(thread)
         while True:
             now = time.monotonic()
-            # A finaliser may cancel timers between any two statements.
+            # A finaliser may cancel timers between any two statements, so _due is read with defaults.
             timer = min(_due, key=_due.__getitem__, default=None)
             first = NEVER if timer is None else _due.get(timer, NEVER)
             if timer is not None and first <= now and _due.pop(timer, None) is not None:
                 break
-            timer = None  # not kept while this thread waits
+            timer = None  # do not keep it alive while this thread waits
             if now < begun + IDLE_S:
                 _wakes = min(first, begun + IDLE_S)
             elif first == NEVER or len(_watching) > 1:
@@ -148,13 +154,13 @@ def _next() -> TimerHandle | None:
             _wakes = NEVER
         _watching.discard(thread)
         if _due:
-            with suppress(RuntimeError):  # no thread can be started: this one looks again after the call
+            with suppress(RuntimeError):  # no thread can be started: this one looks for the next timer after its call
                 _let_a_thread_look()
         return timer
 
 
 def _leave_to_parent() -> None:
-    """Forget the timers in a fork, in which their threads do not run."""
+    """Forget all timers in a forked child: the threads that would call their functions exist only in the parent."""
     global _changed, _wakes
     _changed, _wakes = threading.Condition(), NEVER
     _watching.clear()

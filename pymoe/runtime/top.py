@@ -2,14 +2,14 @@
 
     python -m pymoe.runtime.top [--once] [--interval SECONDS] [SOCKET or FOLDER]
 
-shows the pools of every process of this user that runs a runtime with a monitor (``Runtime(..., monitor=True)``, or
-``PYMOE_MONITOR=1`` in its environment). ``--once`` prints one plain table. ``python -m pymoe.remote top HOST:PORT``
-shows a server, on any machine, in the same way. In the program itself,
+shows the pools of all processes of this user that have a runtime with a monitor (``Runtime(..., monitor=True)``, or
+``PYMOE_MONITOR=1`` in the environment). ``--once`` prints one plain table. ``python -m pymoe.remote top HOST:PORT``
+shows the pools of a server on any machine in the same way. In the program itself,
 
     with pymoe.runtime.top.live(runtime):
         train()
 
-draws the same view. With rich installed (``pip install rich``) it has colours and leaves the terminal as it was.
+draws the same view. With rich installed (``pip install rich``), it has colours and is updated in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pymoe.runtime.monitoring.socket_server import FORMAT, SUFFIX, VIEWER_TIMEOU
 from pymoe.runtime.monitoring.statistics import Bucket, Distribution, PoolStats, StatsReader, pools_followed
 
 MOST_BYTES = 1 << 24
-"""Limit of one report in bytes; a longer one is refused."""
+"""Maximum number of bytes of a report; a longer one is refused."""
 REPORT_TIMEOUT_S = 5 * VIEWER_TIMEOUT_S
 LEAST_NEEDED = ("rows/s", "running", "batch p50", "wait p50 / p99", "queued", "rows/batch", "latency p50 / p99", "lost")
 Draw = Callable[[Sequence["Report"]], None]
@@ -42,24 +42,25 @@ Draw = Callable[[Sequence["Report"]], None]
 
 @dataclass(frozen=True)
 class Report:
-    """The pools of one process."""
+    """What the view shows of one process: a title, and the statistics of its pools."""
 
     title: str
     pools: tuple[PoolStats, ...]
 
 
 class NotARuntime(Exception):
-    """Raised if something other than a monitor answers."""
+    """Raised if the other side answers with something other than a report."""
 
 
 class Viewer:
-    """A connection to a monitor."""
+    """A connection to the monitor of a runtime."""
 
     def __init__(self, path: Path) -> None:
-        """Connect; raise OSError if no process listens at the path."""
+        """Connect to the socket; raise OSError if no process listens there."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Without Python's timeout, connect() waits if many connect at once; the system's own timeout ends that.
+        # If many connect at once, connect() would fail with Python's timeout, but waits without it. So the system's own
+        # timeout limits connect(), and Python's timeout is set only afterwards.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(REPORT_TIMEOUT_S), 0))
         try:
             self.socket.connect(str(path))
@@ -70,7 +71,12 @@ class Viewer:
         self.lines = self.socket.makefile("rb")
 
     def read(self) -> Report:
-        """Return the numbers since the last call; raise OSError if the process has ended, or :class:`NotARuntime`."""
+        """Return a report of the time since the previous call.
+
+        Raises:
+            OSError: the process has ended or does not answer.
+            NotARuntime: the answer is not a report, or is too long.
+        """
         self.socket.sendall(b"\n")
         line = self.lines.readline(MOST_BYTES + 1)
         if len(line) > MOST_BYTES:
@@ -86,7 +92,7 @@ class Viewer:
 
 
 def parse(line: bytes, path: Path) -> Report:
-    """Parse a line of a monitor; raise :class:`NotARuntime` if it is not one."""
+    """Parse a line that a monitor has sent; raise :class:`NotARuntime` if it is not a report of this format."""
     try:
         found = json.loads(line)
         if found["format"] != FORMAT:
@@ -98,7 +104,7 @@ def parse(line: bytes, path: Path) -> Report:
 
 
 def from_dict(kind: Any, found: dict[str, Any]) -> Any:
-    """Return the object of class ``kind`` that ``dataclasses.asdict`` has converted to ``found``."""
+    """Return an instance of the dataclass ``kind`` from ``found``, the result of ``dataclasses.asdict``."""
     return kind(**{one.name: READ[str(one.type)](found[one.name]) for one in fields(kind)})
 
 
@@ -114,11 +120,11 @@ READ: dict[str, Callable[[Any], Any]] = {
     "Distribution": lambda one: from_dict(Distribution, one),
     "tuple[Bucket, ...]": lambda several: tuple(from_dict(Bucket, one) for one in several),
 }
-"""Functions that read a field of the dataclasses of statistics, by the name of the field's type."""
+"""Functions that convert the JSON of a field of the statistics, by the name of the field's type."""
 
 
 class Watched:
-    """The monitors at the sockets in a folder, which may change, or at one socket."""
+    """Reads the monitor at a socket, or those at all sockets in a folder; each read finds new sockets there."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -132,7 +138,7 @@ class Watched:
                 try:
                     self.viewers[path] = Viewer(path)
                 except OSError:
-                    continue  # the socket of a process that was killed
+                    continue  # probably left by a process that was killed
         reports = []
         for path, viewer in list(self.viewers.items()):
             try:
@@ -149,13 +155,13 @@ class Watched:
 
 
 class Watching(Protocol):
-    """Source of pools that are read repeatedly: this user's processes, or a server."""
+    """A source of reports for :func:`show`: the processes of this user, or a server."""
 
     where: Any
     """A socket, a folder or an address, for messages."""
 
     def read(self) -> list[Report]:
-        """Return the current reports; raise NotARuntime if something else answers."""
+        """Return the current reports; raise NotARuntime if an answer is not a report."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -177,19 +183,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of :func:`show`."""
+    """Add the command-line options that :func:`show` uses."""
     parser.add_argument("--once", action="store_true", help="print one plain table and end")
     help_ = "between two views (default: 1)"
     parser.add_argument("--interval", type=parse_seconds, default=1.0, metavar="SECONDS", help=help_)
 
 
 def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) -> int:
-    """Draw what ``watched`` reads until Ctrl-C, or print it once; return 1 if there is nothing to show.
+    """Draw the reports of ``watched`` until Ctrl-C, or print them once; return the exit status, 1 after an error.
 
     Args:
-        watched: the pools to show. It is closed at the end.
-        options: those of :func:`add_options`.
-        must_be_there: whether to end immediately if there is nothing to show, instead of waiting.
+        watched: the source of the reports. It is closed at the end.
+        options: the parsed options of :func:`add_options`.
+        must_be_there: whether to fail if there is nothing to show at first, instead of waiting.
     """
     try:
         if not watched.read() and (options.once or must_be_there):
@@ -214,7 +220,13 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
 
 @contextmanager
 def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) -> Iterator[None]:
-    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs, to ``file`` (standard output)."""
+    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs.
+
+    Args:
+        runtime: a Runtime, or another object with an attribute ``pools``.
+        interval: seconds between two views.
+        file: where to draw; None: standard output.
+    """
     reader = StatsReader(pools_followed(runtime), recent=True)
     end = threading.Event()
 
@@ -235,7 +247,7 @@ def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) ->
 
 
 def text(reports: Sequence[Report]) -> str:
-    """Return all reports as plain tables."""
+    """Return all reports as plain tables, or a line that says that there are none."""
     if not reports:
         return "no runtime with a monitor; see Runtime(..., monitor=True)"
     return "\n\n".join((f"{one.title}\n" if one.title else "") + table(one.pools) for one in reports)
@@ -243,7 +255,11 @@ def text(reports: Sequence[Report]) -> str:
 
 @contextmanager
 def drawing(file: IO[str]) -> Iterator[Draw]:
-    """Yield a function that draws reports: into rich's live display, or as plain tables one after the other."""
+    """Return a context manager that yields a function to draw reports.
+
+    With rich, the function updates the view in place. If ``file`` is no terminal or rich is not installed, it prints
+    one plain table after the other.
+    """
     try:
         from rich.console import Console
         from rich.live import Live
@@ -259,7 +275,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports one after the other. It says only once that there are none."""
+    """Return a function that prints reports as plain tables. While there are none, it says so only once."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:
@@ -272,7 +288,7 @@ def plain_drawing(file: IO[str]) -> Draw:
 
 
 def coloured(reports: Sequence[Report], width: int) -> Any:
-    """Return all reports for rich, with as many columns as fit into the width."""
+    """Return an object that rich can print, with all reports, and with as many columns as fit into ``width``."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -293,7 +309,7 @@ def coloured(reports: Sequence[Report], width: int) -> Any:
 
 
 def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
-    """Return the columns to show: the least important ones are dropped until the rest fits into ``width``."""
+    """Return the columns to show: the least important ones are dropped until the others fit into ``width``."""
     widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
         if sum(widths.values()) <= width + 2:

@@ -121,7 +121,7 @@ FAULTS = [
     Fault(
         "a write of a checkpoint that nobody waits for is overtaken",
         CHECKPOINTS,
-        "        async with self._writing:  # in the order in which the states were taken\n",
+        "        async with self._writing:  # writes wait here in the order in which their states were taken\n",
         "        if True:\n",
         ("tests/remote/test_checkpoints.py", "-k", "overtaken"),
     ),

@@ -1,4 +1,4 @@
-"""Numbers of pools as text: a line of a log, a row of a table, a histogram as a bar of characters."""
+"""Formats statistics of pools as text: as a line for a log, as a table, and histograms as characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """Return a time with three digits and its unit."""
+    """Format a time with up to three significant digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -19,23 +19,23 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with about three digits."""
+    """Format a number with up to three significant digits; from 100 on, as a whole number."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Return the number of requests without a result, by reason; reasons that did not occur are omitted."""
+    """Return the number of requests that have no result, by reason; reasons with the number 0 are omitted."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 
 
 def is_busy(stats: PoolStats) -> bool:
-    """Return whether the statistics contain any request or batch, done or pending."""
+    """Return whether the statistics count any request or batch, done or pending."""
     return bool(stats.submitted or stats.batches or stats.queued or stats.running or lost(stats))
 
 
 def line(stats: PoolStats) -> str:
-    """Return the numbers of one pool in one line."""
+    """Return the statistics of a pool as one line."""
     parts = [
         f"{number(stats.requests_per_second)} requests/s",
         f"{number(stats.rows_per_second)} rows/s",
@@ -50,7 +50,11 @@ def line(stats: PoolStats) -> str:
 
 
 def histogram(buckets: Sequence[Bucket]) -> str:
-    """Return the numbers of batches of 1 row, 2 to 3 rows, 4 to 7 rows, … as bars; one above zero is always visible."""
+    """Return a histogram of batch sizes, with one character for each range: 1 row, 2 to 3 rows, 4 to 7 rows, …
+
+    A character is a bar whose height is proportional to the number of such batches. Every number above zero has a
+    visible bar.
+    """
     counts: list[int] = []
     for one in buckets:
         power = max(0, int(one.low).bit_length() - 1)
@@ -85,7 +89,7 @@ COLUMNS = (
 
 
 def table(pools: Iterable[PoolStats]) -> str:
-    """Return a table as text: a line of headings, then one line for each pool."""
+    """Return the statistics as a text table: a line of headings, then one line for each pool."""
     rows = [[column.heading for column in COLUMNS], *([column.cell(pool) for column in COLUMNS] for pool in pools)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join(

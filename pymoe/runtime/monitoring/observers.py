@@ -1,4 +1,4 @@
-"""The log lines and the monitor of a runtime. They start and end with it; they have threads only if enabled."""
+"""The log of statistics and the monitor of a runtime, which start and stop with the runtime."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class Observers:
-    """The log and the monitor of one runtime. They hold no reference to the runtime, and to its pools only if enabled.
+    """The log of statistics and the monitor of one runtime. Each has a thread and refers to the pools only if enabled.
+
+    Neither refers to the runtime, so that it can be collected.
 
     Args:
         pools: the runtime's pools, which may be added and removed.
-        stats_interval: seconds between log lines (logger ``pymoe.runtime``, level INFO; one for each pool that had
-            anything to do); None for none.
-        monitor: a folder: serve the pools' numbers on a Unix socket in it (``socket_server.py``); True: in the default
-            folder; None: only if the environment variable ``PYMOE_MONITOR`` asks for it; False: never.
+        stats_interval: seconds between statistics in the log, one line for each pool that was busy (logger
+            ``pymoe.runtime``, level INFO); None: no log.
+        monitor: whether to serve statistics on a Unix socket (``socket_server.py``). A folder: there; True: in the
+            default folder; None: as the environment variable ``PYMOE_MONITOR`` says, by default not; False: no.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Observers:
         """Start the log and the monitor if they are enabled.
 
         Raises:
-            OSError: the monitor cannot listen. If only the environment asks for the monitor, this is logged instead.
+            OSError: the monitor cannot listen. If only the environment variable enables it, this is logged instead.
         """
         if self._monitor:
             try:
@@ -69,12 +71,13 @@ class Observers:
             self._log_thread.start()
 
     def stop(self) -> None:
-        """Stop the log, after a last line for each pool that was busy since the previous lines, and the monitor. May be
-        called at any time, and more than once.
+        """Stop the log and the monitor. May be called at any time, and more than once.
+
+        The log ends with a line for each pool that was busy since the previous lines.
         """
         self._log_end.set()
         thread = self._log_thread
-        if thread and thread is not threading.current_thread():  # any thread may drop the last reference to a runtime
+        if thread and thread is not threading.current_thread():  # the log's own thread may collect the runtime
             thread.join()
         if self._log_thread is thread:
             self._log_thread = None
@@ -83,7 +86,7 @@ class Observers:
 
 
 def write_lines(reader: StatsReader, interval_s: float, end: threading.Event) -> None:
-    """Log a line for every busy pool every ``interval_s`` seconds, and once more when ``end`` has been set."""
+    """Log a line for every busy pool every ``interval_s`` seconds. When ``end`` is set, do so once more and return."""
     ended = False
     while not ended:
         ended = end.wait(interval_s)

@@ -5,8 +5,8 @@ folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID
 ``monitor=FOLDER``, or ``PYMOE_MONITOR=FOLDER``, uses another folder. Nothing listens on a network. Only this user (and
 root) may connect: the socket has mode 0600, and the connecting user is checked where the system reports it.
 
-The protocol: for each line that it receives, the server sends one line of JSON, with the numbers since the previous
-line of this connection. The server ignores what the received lines contain.
+The protocol: for each line that it receives, whatever the line contains, the server sends one line of JSON. It contains
+the statistics since the previous line on the same connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = 1
 """Version of the JSON; a reader refuses other versions."""
 MOST_VIEWERS = 16
 VIEWER_TIMEOUT_S = 1.0
-"""Seconds without reading after which the connection of a viewer is closed."""
+"""A viewer that does not read for this many seconds is disconnected."""
 ACCEPT_RETRY_S = 0.2
 """Seconds until the next accept after the system refused one, for example for lack of file descriptors."""
 SUFFIX = ".sock"
@@ -41,19 +41,23 @@ _numbers = itertools.count(1)
 
 
 def monitor_from_environment() -> bool | str:
-    """Return the value of ``PYMOE_MONITOR``: a folder, True for the default one, or False."""
+    """Return what ``PYMOE_MONITOR`` says: a folder, True for the default folder, or False for no monitor."""
     value = os.environ.get("PYMOE_MONITOR", "")
     return {"": False, "0": False, "1": True}.get(value, value)
 
 
 def private_folder() -> Path:
-    """Return the default folder, which may not exist yet."""
+    """Return the default folder of the sockets, which may not exist yet."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "pymoe" if runtime else Path(tempfile.gettempdir()) / f"pymoe-{os.getuid()}"
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder if it does not exist; raise PermissionError unless only this user owns it and may write to it."""
+    """Make the folder if it does not exist.
+
+    Raises:
+        PermissionError: another user owns the folder or may write to it, or it is a symbolic link.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -61,7 +65,7 @@ def make_private(folder: Path) -> None:
 
 
 class Monitor:
-    """Serves the numbers of ``pools`` on a socket in ``folder`` (None: the default one), in a separate thread."""
+    """Serves the statistics of ``pools`` on a socket in ``folder`` (None: the default folder), on a separate thread."""
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, folder: Path | None) -> None:
         if not hasattr(socket, "AF_UNIX"):
@@ -73,7 +77,7 @@ class Monitor:
         self.path: Path | None = None
 
     def start(self) -> None:
-        """Start to listen, unless the monitor listens already; raise OSError if that is impossible."""
+        """Start to listen, unless the monitor listens already. Raise OSError if the socket cannot be made."""
         with self._lock:
             if self._thread is None:
                 self._listen()
@@ -83,11 +87,11 @@ class Monitor:
         make_private(folder)
         self._process = os.getpid()
         path = folder / f"{self._process}-{next(_numbers)}{SUFFIX}"
-        path.unlink(missing_ok=True)  # left by a process that had the same ID and did not end properly
+        path.unlink(missing_ok=True)  # a process with the same ID may have been killed and left it
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(path))
-            path.chmod(0o600)  # nobody can connect before listen()
+            path.chmod(0o600)  # before listen(): until then, nobody can connect
             listener.listen(MOST_VIEWERS)
         except OSError as error:
             listener.close()
@@ -100,7 +104,7 @@ class Monitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close all connections and remove the socket. In the child of a fork this leaves the parent's socket alone."""
+        """Close all connections and remove the socket. Do nothing in a forked child: the socket is the parent's."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -109,7 +113,7 @@ class Monitor:
                 return
             self._wake.close()
         if thread is not threading.current_thread():
-            thread.join()  # other threads that stop it wait as well
+            thread.join()  # not under the lock, so that other threads can call stop() and wait, too
         with self._lock:
             if self._thread is thread:
                 path.unlink(missing_ok=True)
@@ -135,7 +139,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
                 if one is listener:
                     try:
                         viewer, _ = listener.accept()
-                    except OSError:  # no descriptor left, or the viewer is gone: keep serving the others
+                    except OSError:  # no file descriptor is left, or the viewer has gone: go on with the others
                         selector.unregister(listener)
                         accepts, again = False, time.monotonic() + ACCEPT_RETRY_S
                         continue
@@ -155,7 +159,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Receive from the viewer, and send the numbers if a line has arrived; return False if the viewer has gone."""
+    """Receive from the viewer, and send a report if a line has arrived; return False if the viewer has gone."""
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
@@ -166,7 +170,7 @@ def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
 
 
 def report(reader: StatsReader, began: float) -> dict[str, Any]:
-    """Return the report that is sent to a viewer as JSON."""
+    """Return a report about this process to send as JSON, with the statistics since the reader's previous report."""
     return {
         "format": FORMAT,
         "pid": os.getpid(),
@@ -177,8 +181,9 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 
 
 def may_see(viewer: socket.socket) -> bool:
-    """Return whether this user or root has connected; True if the system does not tell, since the socket's mode already
-    keeps others out.
+    """Return whether the process at the other end runs as this user or as root.
+
+    Return True if the system does not report the user: the mode of the socket keeps other users out as well.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True

@@ -1,7 +1,7 @@
-"""Statistics of a runtime's pools: :class:`PoolStats`, made from the counters of the native pools.
+"""Statistics of a runtime's pools: :class:`PoolStats`, computed from the counters of the native pools.
 
-A native pool counts with relaxed atomics and has one method, ``_statistics()``, which returns a :class:`Snapshot`.
-Quantiles, means and rates are computed here, on the thread that reads the numbers, not on those that serve requests.
+A native pool counts with relaxed atomics. Its method ``_statistics()`` returns the counters as a :class:`Snapshot`.
+Quantiles, means and rates are computed here, on the thread that reads them, not on the threads that serve requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HISTOGRAMS = ("batch_rows", "wait_ns", "latency_ns", "process_ns")
 
 
 class Pool(Protocol):
-    """The part of a pool that is read: its name and its counters."""
+    """The part of a pool that statistics need: its name and its counters."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,8 @@ class Bucket:
 class Distribution:
     """A distribution of times in seconds or of sizes in rows.
 
-    Quantiles are off by a quarter at most. The mean is exact, and so is ``max`` unless the reader has ``recent`` set.
+    A quantile differs from the true one by at most a quarter. The mean is exact. ``max`` is exact, too, except that a
+    :class:`StatsReader` with ``recent`` returns an upper bound.
     """
 
     count: int
@@ -66,7 +67,11 @@ class Distribution:
 
 @dataclass(frozen=True, repr=False)
 class PoolStats:
-    """Statistics of one pool. Counts and distributions cover its whole life, unless the reader has ``recent`` set."""
+    """Statistics of one pool.
+
+    Counts and distributions cover the whole life of the pool. From a :class:`StatsReader` with ``recent``, they cover
+    the time since its previous read.
+    """
 
     name: str
     queued: int
@@ -106,7 +111,10 @@ class PoolStats:
 
 
 class ServedPools:
-    """The pools of a runtime, which may be added and removed. Thread-safe; ``now`` is an immutable snapshot."""
+    """The pools of a runtime, which may be added and removed. Thread-safe.
+
+    ``now`` is a tuple of the current pools. It is replaced and never changed, so it can be read without a lock.
+    """
 
     def __init__(self, pools: Iterable[Pool]) -> None:
         self._lock = threading.Lock()
@@ -127,25 +135,28 @@ class ServedPools:
                 self._begun.pop(pool, None)
 
     def snapshot(self, pool: Pool) -> Snapshot:
-        """Return the pool's counters at the time when it was added; for an initial pool, its current counters."""
+        """Return the counters of the pool when it was added. For a pool of the constructor, return the current ones."""
         with self._lock:
             begun = self._begun.get(pool)
         return pool._statistics() if begun is None else begun
 
 
 def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
-    """Return the live set of pools of ``runtime``, or if it has none, its attribute ``pools``."""
+    """Return the pools of ``runtime`` for a :class:`StatsReader`.
+
+    For a Runtime, this is an object that follows later additions and removals; otherwise the attribute ``pools``.
+    """
     found: Iterable[Pool] | ServedPools = getattr(runtime, "_served", runtime.pools)
     return found
 
 
 class StatsReader:
-    """Reads pools repeatedly; rates cover the time since the previous :meth:`read`. Readers are independent.
+    """Reads the statistics of pools repeatedly. Rates cover the time since this reader's previous :meth:`read`.
 
     Args:
-        pools: the pools to read; if several pools have the same name, the later ones get ``#2``, ``#3``, … appended.
-        recent: counts and distributions since the previous call only (``max`` is then the end of the last bucket, and
-            at most the largest value ever seen).
+        pools: the pools to read. If several have the same name, ``#2``, ``#3``, … is appended to the later ones.
+        recent: whether counts and distributions also cover only this time. Their ``max`` is then an upper bound: the
+            end of the last bucket that is not empty, or the largest value of the pool's whole life if that is smaller.
     """
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, *, recent: bool = False) -> None:
@@ -158,7 +169,7 @@ class StatsReader:
         self._follow()
 
     def read(self) -> dict[str, PoolStats]:
-        """Return every pool's statistics, by name."""
+        """Return the statistics of every pool, by name."""
         with self._lock:
             now = time.monotonic()
             seconds, self._time = now - self._time, now
@@ -171,14 +182,14 @@ class StatsReader:
             return result
 
     def _follow(self) -> None:
-        """Name pools that were added, and forget pools that were removed; the others keep their names."""
+        """Give names to the pools that were added, and forget those that were removed; other pools keep their names."""
         pools = self._pools.now
         self._names = named(pools, {pool: name for pool, name in self._names.items() if pool in pools})
         self._before = {pool: self._before.get(pool) or self._pools.snapshot(pool) for pool in pools}
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
-    """Return the name to show for each pool: the ``known`` one, or the pool's own, with a number if that is taken."""
+    """Return the name to show for each pool: its name in ``known``, or its own name, with ``#2``, … if it is taken."""
     result: dict[Pool, str] = {}
     taken = set(known.values())
     for pool in pools:
@@ -192,7 +203,7 @@ def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
 
 
 def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, recent: bool = False) -> PoolStats:
-    """Return a pool's statistics, from two snapshots that were taken ``seconds`` apart."""
+    """Return the statistics of a pool from two snapshots that were taken ``seconds`` apart."""
     shown = since(before, after) if recent else after
     sizes = distribution(shown["batch_rows"], 1.0)
     done = sum(after[one] - before[one] for one in ("completed", "failed"))
@@ -213,7 +224,7 @@ def pool_stats(name: str, before: Snapshot, after: Snapshot, seconds: float, *, 
 
 
 def since(before: Snapshot, after: Snapshot) -> Snapshot:
-    """Return the counts between two snapshots."""
+    """Return the snapshot ``after`` with the counts of ``before`` subtracted; current numbers and maxima are kept."""
     result = dict(after) | {total: after[total] - before[total] for total in TOTALS}
     for name in HISTOGRAMS:
         (counts, total, largest), (earlier, its_total, _) = after[name], before[name]
@@ -225,24 +236,27 @@ def since(before: Snapshot, after: Snapshot) -> Snapshot:
 
 
 def lowest(bucket: int) -> int:
-    """Return the smallest value of a bucket, which is the end of the previous bucket."""
+    """Return the smallest value of a bucket, which is also the upper end of the previous bucket."""
     return bucket if bucket < 4 else (4 + bucket % 4) << (bucket // 4 - 1)
 
 
 def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Distribution:
-    """Return the distribution of a native histogram whose values are counted in ``unit``."""
+    """Return the distribution of a native histogram. Its integer values are multiplied by ``unit``."""
     counts, total, largest = histogram
     buckets = [Bucket(lowest(i) * unit, lowest(i + 1) * unit, count) for i, count in enumerate(counts) if count > 0]
     if not buckets:
         return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
     count = sum(one.count for one in buckets)
-    most = min(buckets[-1].high, largest * unit)  # the largest value may be older than the values counted here
+    most = min(buckets[-1].high, largest * unit)  # `largest` may be the value of an event before these counts began
     p50, p90, p99 = (quantile(buckets, share, most) for share in (0.5, 0.9, 0.99))
     return Distribution(count, total * unit / count, p50, p90, p99, most, tuple(buckets))
 
 
 def quantile(buckets: Sequence[Bucket], share: float, most: float) -> float:
-    """Return the quantile ``share``, assuming values spread evenly within each bucket; at most ``most``."""
+    """Return the value below which the fraction ``share`` of the values lies, but at most ``most``.
+
+    The values are assumed to be spread evenly within each bucket.
+    """
     rank = share * sum(one.count for one in buckets)
     for one in buckets:
         if rank <= one.count:
