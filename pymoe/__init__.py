@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pymoe import nn as nn  # exported, though not in __all__
+# These three packages are exported, although __all__ does not list them.
+from pymoe import nn as nn
 from pymoe import ops as ops
 from pymoe import reference as reference
 from pymoe._common.names import no_such_name
@@ -100,9 +101,9 @@ _OTHER_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the parts that need ``pymoe._runtime`` or ``torch.distributed`` on first use.
+    """Import a subpackage on first use, if it needs ``pymoe._runtime``, ``torch.distributed`` or another package.
 
-    Operators and layers work without them.
+    Operators and layers work without these.
     """
     if name in _LAZY_PACKAGES or name in _NEED_MORE:
         return importlib.import_module(f"pymoe.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, from Python 3.11 on; an older one has no notes."""
+    """Add a note to an exception. Before Python 3.11, where exceptions have no notes, do nothing."""
     if hasattr(error, "add_note"):
         error.add_note(note)
 

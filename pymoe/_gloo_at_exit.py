@@ -18,7 +18,8 @@ __all__ = ["wait_for_gloo_at_exit"]
 
 THREAD_NAME = "pt_gloo_runloop"
 LONGEST_WAIT_S = 5.0
-# checks in a row that must find all threads asleep; a single one may find a busy thread waiting for a lock
+# The number of successive checks that must all find the threads asleep. A single check is not enough, because a thread
+# that waits for a lock during its work looks asleep, too.
 IDLE_LOOKS = 3
 
 _waiting: set[int] = set()
@@ -30,9 +31,12 @@ def wait_for_gloo_at_exit() -> None:
 
     Without Linux's ``/proc`` there is no wait.
     """
-    if os.getpid() not in _waiting:  # multiprocessing drops a parent's functions in the children that it forks
+    # A forked child must register again, because multiprocessing clears inherited finalizers in the children that it
+    # forks.
+    if os.getpid() not in _waiting:
         _waiting.add(os.getpid())
-        # Runs after the pipes' failure detectors, which have higher priorities and still use their groups.
+        # This runs after the failure detectors of pipes, which have higher priorities and still use their process
+        # groups.
         Finalize(None, _wait, exitpriority=0)
 
 
@@ -41,7 +45,8 @@ def _wait() -> None:
     idle_looks = 0
     while idle_looks < IDLE_LOOKS and time.monotonic() < end:
         idle_looks = 0 if _is_busy() else idle_looks + 1
-        time.sleep(0.001)  # also releases the interpreter's lock
+        # Sleeping also releases the interpreter's lock, which the threads of gloo need.
+        time.sleep(0.001)
 
 
 def _is_busy() -> bool:
@@ -52,6 +57,7 @@ def _is_busy() -> bool:
                 state = thread.joinpath("stat").read_text().rpartition(")")[2].split()[0]
                 if state != "S":
                     return True
-        except OSError:  # the thread has ended
+        # The thread may end while its files are read.
+        except OSError:
             continue
     return False

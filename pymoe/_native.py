@@ -1,4 +1,6 @@
-"""Loads the native modules, reports how they were built, and explains failures to load them and their remedies."""
+"""Loads the native modules, and reports how they were built. If one cannot be loaded, the error gives the reason and a
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from typing import Any
 
 import torch
 
-DISTRIBUTION = "pymoe-runtime"  # the package index has another project called `pymoe`
-PROCESS = os.getpid()  # process that imported pymoe; a forked child may import further parts
+# Not "pymoe", because the package index has another project of that name.
+DISTRIBUTION = "pymoe-runtime"
+# The process that imported pymoe. A forked child compares its own ID with this one.
+PROCESS = os.getpid()
 
 
 def load_operators() -> ModuleType:
@@ -77,7 +81,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
-    """Return the folder of an installed, built pymoe other than ``package``; None if there is none."""
+    """Return the parent folder of an installed and built pymoe other than ``package``; None if there is none."""
     for distribution in metadata.distributions(name=DISTRIBUTION):
         folder = Path(str(distribution.locate_file("pymoe"))).resolve()
         if folder != package.resolve() and any(folder.glob("_ops*so")):

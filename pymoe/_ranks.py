@@ -1,8 +1,8 @@
-"""Tells a rank whether others of its process group have failed, and ends its own waits for them.
+"""Tells a rank whether other ranks of its process group have failed, and ends its waits for other ranks.
 
-The operating system says whether a process of the same host has ended (:class:`Process`). The store of the group has
-records that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this process. It
-closes connections, so it also ends the waits of ranks that wait for this one.
+The operating system says whether a process on the same host has ended (:class:`Process`). The store of the group
+contains records that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this
+process. Since it closes connections, it also ends the waits of other ranks for this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-ABORT_TAG = 2**30  # the tag of messages that are never received
+# A tag that no message has: :func:`abort_waits` waits for a message with this tag.
+ABORT_TAG = 2**30
 
 
 def this_host() -> str:
@@ -46,7 +47,7 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether the process is or was on this host. If not, :meth:`has_ended` is always False."""
+        """Return whether this is a process of the current host. If not, :meth:`has_ended` is always False."""
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:
@@ -70,28 +71,31 @@ _NOTHING = "no record"
 
 
 class GroupStore:
-    """Records in the store of a group, which all its ranks read and write. Several threads may use one object.
+    """Records in the store of a process group; every rank of the group can read and write them.
 
-    After the connection to the store is lost, nothing is written any more, and no records are found.
+    Several threads may use one object. After the connection to the store is lost, the methods write nothing, and find
+    no records.
 
     Args:
-        group: the ranks.
+        group: the process group.
         prefix: the prefix of the keys.
-        timeout_s: the longest time that a call waits for the store.
+        timeout_s: the longest time, in seconds, that a call waits for the store.
 
     Raises:
         RuntimeError: the group has no store, or its store allows no second connection.
     """
 
     def __init__(self, group: dist.ProcessGroup, prefix: str, timeout_s: float) -> None:
-        self._shared = cast("Any", group.get_group_store())  # keeps the store's server alive
+        # Keeping this store also keeps its server alive.
+        self._shared = cast("Any", group.get_group_store())
         if self._shared is None:
             raise RuntimeError("the group has no store")
         # A separate connection, since another thread's wait may block the shared one.
         self._store = dist.PrefixStore(prefix, self._shared.clone())  # type: ignore[attr-defined]
         before = self._shared.timeout
         self._store.set_timeout(timedelta(seconds=timeout_s))
-        if self._shared.timeout != before:  # a HashStore returns itself as its clone
+        # A HashStore has no second connection: its clone() returns the store itself, so restore the timeout.
+        if self._shared.timeout != before:
             self._shared.set_timeout(before)
         self.lost: str | None = None
         """The reason why the store is lost, such as the end of its process; None while it can be reached."""
@@ -99,7 +103,8 @@ class GroupStore:
     def write(self, key: str, record: object) -> None:
         """Write ``record`` under ``key``, and return when the store has it."""
         self._call("set", key, pickle.dumps(record))
-        self._call("check", [key])  # wait for the store: set() does not wait
+        # Wait until the store has the record, because set() does not wait.
+        self._call("check", [key])
 
     def write_first(self, key: str, record: object) -> Any:
         """Write ``record`` unless ``key`` has a record already; return the record that the key has now."""
@@ -108,8 +113,8 @@ class GroupStore:
 
     def read(self, key: str) -> Any:
         """Return the record under ``key``, or None if there is none; other ranks may delete it meanwhile."""
-        # For a key without a value, this returns what it expects and writes nothing. get() would wait for a key that is
-        # deleted after check(), or return b"".
+        # For a key without a value, compare_set returns the expected value and writes nothing. get() would not do: if
+        # the key is deleted after check(), it waits or returns b"".
         found = self._call("compare_set", key, _NOTHING, _NOTHING)
         return None if found is None or found == _NOTHING.encode() else pickle.loads(found)
 
@@ -118,7 +123,8 @@ class GroupStore:
         self._call("delete_key", key)
 
     def _call(self, method: str, *args: Any) -> Any:
-        if self.lost is None:  # once the store is lost, torch prints many warnings per call
+        # After the store is lost, do not call torch: it would print many warnings per call.
+        if self.lost is None:
             try:
                 return getattr(self._store, method)(*args)
             except RuntimeError as error:
@@ -135,13 +141,14 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # wrapped with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps every backend.
+        backend = getattr(backend, "wrapped_pg", backend)
         if backend.name() != "gloo":
             with contextlib.suppress(RuntimeError):
                 backend.abort()
             continue
-        # Gloo has a context per network device, chosen by the tag. A wait on an already broken connection raises
-        # immediately and leaves the others open, so every peer must be tried.
+        # Gloo has a context per network device; the tag of a message selects the context. Try every peer: a wait on a
+        # connection that is already broken raises immediately, without closing the other connections of its context.
         contexts = max(1, len(getattr(backend.options, "_devices", ())))
         others = set(range(group.size())) - {group.rank()}
         for peer, context in itertools.product(others, range(contexts)):

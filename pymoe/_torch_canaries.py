@@ -32,11 +32,11 @@ Exercises = Iterator[tuple[str, bool]]
 
 
 def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
-    """Decorate a function that tests names of torch, so that it runs once per process, and again only after it has
-    raised.
+    """Decorate ``exercise`` so that it runs once per process; after it has failed, each call runs it again.
 
     Args:
-        exercise: yields pairs: a name, and whether it works as pymoe expects. Its docstring says what depends on them.
+        exercise: tests names of torch; yields pairs of a name and whether it works as pymoe expects. The error message
+            quotes the first line of its docstring, which says what pymoe uses the names for.
 
     Returns:
         A function without arguments, which takes about 50 ns once it has passed. It raises RuntimeError if a name does
@@ -60,12 +60,14 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
             # off.
             thread = threading.Thread(target=run, name="pymoe canary", daemon=False)
             thread.start()
-        except RuntimeError:  # the interpreter is about to end
+        except RuntimeError:  # no thread can start any more, because the interpreter is shutting down
             run()
         else:
             thread.join()
         if failure and "in combination with fork" in str(failure[0]):
-            raise failure[0]  # torch cannot run a backward pass in this process; that says nothing about its names
+            # Raise the error itself: torch cannot run a backward pass in this forked process, which says nothing about
+            # the names.
+            raise failure[0]
         if lost or failure:
             about = (exercise.__doc__ or "").partition("\n")[0].rstrip(".")
             names = ", ".join(lost) or "what is tried"
@@ -142,7 +144,8 @@ def graphs() -> Exercises:
     shapes = [tuple(about.shape) for about in early.grad_fn._input_metadata]  # type: ignore[union-attr]
     yield "_input_metadata", shapes == [(1,)]
 
-    saved = leaf.exp()  # the backward of this operator needs its result
+    # exp() saves its result for the backward pass.
+    saved = leaf.exp()
     version = saved._version
     saved.detach().mul_(1)
     yield "_version", saved._version == version + 1 == saved.view(-1)._version
@@ -182,7 +185,9 @@ class _Counting(TorchFunctionMode):
 
 
 def _switches(get: Callable[[], bool], put: Callable[[bool], Any]) -> bool:
-    """Return whether ``get`` returns the value that was put last."""
+    """Return whether ``get`` returns the value that ``put`` has just set, for True and for False. Restores the first
+    value.
+    """
     usual, answers = get(), []
     for value in (not usual, usual):
         put(value)
@@ -225,7 +230,8 @@ def thread_states() -> Exercises:
 
 
 def _function_modes() -> Exercises:
-    class CountingTensor(Tensor):  # one class per thread: several threads may run this at a time
+    # A new class for each call, because it counts calls, and several threads may run this function at the same time.
+    class CountingTensor(Tensor):
         calls = 0
 
         @classmethod
@@ -267,7 +273,8 @@ def _dispatch_modes() -> Exercises:
     class Hearing(private.TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # True would import the compiler
+            # Returning True would make torch import its compiler.
+            return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             heard.append(func)
@@ -342,8 +349,8 @@ def transforms() -> Exercises:
     cleared, inside = seen
     yield "are_functorch_transforms_active", inside and not private.are_functorch_transforms_active()
     yield "temporarily_clear_interpreter_stack", cleared is False
-    # Read the code that sets the level instead of entering a level: the level is process-wide, and torch refuses a
-    # second one.
+    # Inspect the functions that set the level of forward mode, and do not open a level: levels are process-wide, so
+    # another thread may have one, and torch refuses to open a second.
     sets_level = [
         ("STORE_GLOBAL", "_current_level") in [(step.opname, step.argval) for step in dis.get_instructions(function)]
         for function in (forward_ad.enter_dual_level, forward_ad.exit_dual_level)
@@ -378,7 +385,7 @@ class _Called(nn.Module):
 
 @canary
 def modules() -> Exercises:
-    """Exercise the names of modules' parts, and of the functions that call, move, save and load modules."""
+    """Exercise the names of a module's attributes, and of the methods that call, move, save and load a module."""
     part = _Called()
     yield "_parameters", list(part._parameters) == ["weight"] and part._parameters["weight"] is part.weight
     yield "_buffers", list(part._buffers) == ["kept", "passing"] and part._buffers["kept"] is part.kept
@@ -393,7 +400,7 @@ def modules() -> Exercises:
     part.to(torch.float64)
     yield "_apply", "_apply" in part.heard and part.weight.dtype == torch.float64
 
-    # Hooks are registered but not called, since other modules would run hooks that are set for all modules.
+    # Register hooks without running a module: hooks for all modules would also run in other modules of the process.
     part.__dict__["_call_impl"] = lambda *args: ("called", *args)
     yield "_call_impl", part(1) == ("called", 1)
     part.__dict__["_compiled_call_impl"] = lambda *args: ("compiled", *args)
@@ -415,9 +422,9 @@ def modules() -> Exercises:
 
 
 def _is_known_of_all_modules(register: str) -> bool:
-    """Return whether a hook that is registered for all modules appears in one of ``global_call_hooks``.
+    """Return whether ``global_call_hooks`` contains the registries that the global form of ``register`` fills.
 
-    The function runs with separate registries, so no module runs the hook.
+    The global form adds a hook for all modules. It runs here with separate registries, so no module runs the hook.
     """
     function = getattr(_module, register.replace("register_", "register_module_"))
     registries = [name for name, value in vars(_module).items() if isinstance(value, dict)]

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 # Nested tuples, lists and dicts, taken apart and put together. The public ``torch.utils.pytree`` has other functions,
 # and torch.export uses the specs of the private module.
 pytree = _pytree
-# Tensors without data, which torch.compile and torch.export create; their mode; a function that finds their mode.
+# Tensors without data, which torch.compile and torch.export use; the mode that creates such tensors; and a function
+# that finds the active mode or the mode of given tensors.
 FakeTensor = _fake_tensor.FakeTensor
 FakeTensorMode = _fake_tensor.FakeTensorMode
 detect_fake_mode = _guards.detect_fake_mode
@@ -41,8 +42,8 @@ detect_fake_mode = _guards.detect_fake_mode
 OpOverload = _ops.OpOverload
 OpOverloadPacket = _ops.OpOverloadPacket
 HigherOrderOperator = _ops.HigherOrderOperator
-# The base classes of all batch norms, of the lazy ones, and of the norms that keep statistics. Each public class is for
-# one number of dimensions.
+# The base classes of all batch norms, of all lazy norms, and of all norms with running statistics. Each public class
+# covers a single number of dimensions.
 BatchNormBase = _batchnorm._BatchNorm
 LazyNormBase = _batchnorm._LazyNormBase
 NormBase = _batchnorm._NormBase
@@ -62,82 +63,97 @@ CALL_HOOKS: tuple[str, ...] = tuple(
 _C: Any = torch._C
 
 # --- Graphs of autograd
-# Runs a backward pass; ``autograd.grad`` checks and converts its arguments for several microseconds first.
+# Runs a backward pass. ``autograd.grad`` would first check and convert its arguments, which takes several microseconds.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 # Makes the running backward pass call a function at its end, unless it raises.
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
 FunctionBase = torch._C._FunctionBase
-# A node whose backward raises a given message; ``torch.autograd.Function`` would need a class and twice the time.
+# Creates an autograd node whose backward raises an error with a given message. A ``torch.autograd.Function`` for this
+# takes twice as long.
 DelayedError: Any = _C._functions.DelayedError
-# The number of the next node that this thread creates. Of the ready nodes, the engine runs the one with the greatest.
+# Returns the sequence number that this thread's next node will have. The engine runs ready nodes in descending order of
+# their sequence numbers.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
-# Returns whether this thread's running backward pass was started with ``retain_graph``; nodes get no such argument.
+# Returns whether the backward pass that this thread is running was started with ``retain_graph``, which a node's
+# backward cannot see otherwise.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
-# The number of this thread's running backward pass, or -1 if there is none.
+# The ID of the backward pass that this thread is running; -1 if it is running none.
 current_graph_task_id: Any = _C._current_graph_task_id
 # Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
 # manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
-# The base class of ``autograd.Function``, which has the inner ``apply`` that the public one calls; and the metaclass of
-# both, which determines the function that ``apply`` runs.
+# ``autograd.Function.apply`` calls the ``apply`` of this base class, which is the part that records the node.
+# FunctionMeta is the metaclass of both classes.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
-# --- Settings of a thread. The public functions are context managers, which cannot copy a setting to another thread, or
-# which cost microseconds more in every call.
+# --- Settings of a thread
+# Most public functions are context managers: some cannot copy a setting to another thread, the others cost microseconds
+# more in every call.
 set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
 set_fwd_grad_enabled: Any = _C._set_fwd_grad_enabled
-is_multithreading_enabled: Any = _C._is_multithreading_enabled  # whether backward passes may use several threads
+# Returns whether backward passes may use several threads.
+is_multithreading_enabled: Any = _C._is_multithreading_enabled
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
-is_any_autocast_enabled: Any = _C._is_any_autocast_enabled  # the public function tests one type of device only
+# The public function tests a single type of device.
+is_any_autocast_enabled: Any = _C._is_any_autocast_enabled
 is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
 set_torch_function_state: Any = _C._set_torch_function_state
 TorchFunctionState: Any = _C._TorchFunctionState
-# a context that calls no __torch_function__ of subclasses and modes
+# A context manager that disables ``__torch_function__`` of tensor subclasses and of modes.
 DisableTorchFunction: Any = _C.DisableTorchFunction
 len_torch_function_stack: Any = _C._len_torch_function_stack
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack
-get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack  # outermost first
+# Returns the active modes, the outermost first.
+get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack
 len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
-TorchDispatchMode = _dispatch.TorchDispatchMode  # called for every operator; its public name is not documented
-disable_current_modes: Any = _dispatch._disable_current_modes  # a context without dispatch modes
-GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT  # the ``torch.set_default_device`` of the thread, as a mode
+# The base class of modes that are called for every operator. Its public name is not documented.
+TorchDispatchMode = _dispatch.TorchDispatchMode
+# A context manager that leaves all dispatch modes.
+disable_current_modes: Any = _dispatch._disable_current_modes
+# Thread-local; it contains the mode that ``torch.set_default_device`` has set.
+GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-profiler_enabled: Any = _C._autograd._profiler_enabled  # ``torch.autograd.profiler`` sees only its own profiles
+# ``torch.autograd.profiler`` can only tell whether it has itself started a profiler.
+profiler_enabled: Any = _C._autograd._profiler_enabled
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
-unwrap_if_dead: Any = _C._functorch.unwrap_if_dead  # removes a tensor's wrapper if its transform has ended
-# A context manager that leaves all transforms for a block.
+# Returns a tensor without its wrapper, if the transform that has wrapped it has ended.
+unwrap_if_dead: Any = _C._functorch.unwrap_if_dead
+# A context manager that leaves all transforms.
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key
-dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included  # per thread
+# Sets the keys of the current thread only.
+dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included
 dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
 dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
 dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
-after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset  # the dispatch keys after autograd's
-foreach_add_: Any = torch._foreach_add_  # sums of many tensors in one kernel; ``torch.optim`` uses it, too
+# The dispatch keys that come after those of autograd.
+after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset
+# Adds many pairs of tensors in one kernel; ``torch.optim`` uses it, too.
+foreach_add_: Any = torch._foreach_add_
 # The operator that torch.export puts into graphs that are valid only for the dtypes of their example inputs.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
-# The operator that turns a tensor into a number of Python: ``item()``, indices, fill values.
+# The operator that turns a tensor into a Python number: ``item()``, indices, fill values.
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
 
 # Attributes that other modules of pymoe use directly, by the class or module that has them.
@@ -191,7 +207,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 
 # Modules of torch that are slow to import; they are imported when the name is first used.
 _LAZY = {
-    # The base class of torch's stages for its schedules; the public subclass builds its own submodule and exchange.
+    # The base class that torch's pipeline schedules require of a stage. The public class that derives from it builds
+    # its own submodule and does its own communication.
     "PipelineStageBase": ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
     # Settings for symbolic shapes, which torch.export reads and does not offer as options.
     "fx_config": ("torch.fx.experimental._config", ""),

@@ -20,10 +20,7 @@ def is_exporting() -> bool:
 
 
 def torch_func_is_active() -> bool:
-    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active.
-
-    If one is, maps run their calls one after the other.
-    """
+    """Return whether a transform of :mod:`torch.func` (``grad``, ``vmap``, …) is active, in compiled code as well."""
     canaries.transforms()
     return are_functorch_transforms_active()  # type: ignore[no-any-return]
 

@@ -4,16 +4,18 @@
                              [--max-shard-size SIZE]
     python -m pymoe.quantize FILE.gguf OUT [--linear-bits 8|4] [--max-shard-size SIZE]
 
-FOLDER contains a model for the transformers library, laid out as on the Hugging Face hub. Experts that are already
-quantised keep their values, and are only repacked for the kernels, if ``--format`` fits: mxfp for MXFP4 (GPT-OSS), fp
-for FP8 (DeepSeek-V3), affine for integers of GPTQ, AWQ or compressed-tensors. So do dense layers in FP8 or in such
-integers, unless ``--linear-bits`` is given. The same is true of the experts and dense layers of a GGUF file, if pymoe
-has a format for their types; if the file is split, FILE is its first part. If there is a config.json next to the GGUF
-file, it is used, and the other files of the folder are copied, too; otherwise the file's metadata are used.
+FOLDER contains a model for the transformers library, laid out as on the Hugging Face hub. If the experts are already
+quantised, and ``--format`` is the format that fits, their values are kept and only repacked for the kernels: mxfp for
+MXFP4 (GPT-OSS), fp for FP8 (DeepSeek-V3), affine for integers of GPTQ, AWQ or compressed-tensors. Dense layers in FP8
+or in such integers are kept as well, unless ``--linear-bits`` is given.
+
+Experts and dense layers of a GGUF file are kept in the same way, if pymoe has a format for their types. If the file is
+split, FILE is its first part. If the file's folder has a config.json, that is used, and the other files of the folder
+are copied, too; otherwise the file's metadata are used.
 
 OUT is the folder of the quantised model; ``from_pretrained(OUT)`` maps it into memory once
 :mod:`pymoe.integrations.transformers` is imported. Until all weights are packed, they are in unnamed files next to OUT:
-while the command runs, it needs the memory of about one layer's experts, and twice the size of OUT on the disk.
+while the command runs, it needs memory for about one layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations
@@ -90,11 +92,12 @@ def convert(
         folder: the folder of a checkpoint, laid out as on the hub, or a GGUF file, for which ``format`` must be
             "stored". The checkpoint is not quantised, or is in MXFP4 with ``format`` "mxfp", in FP8 with "fp", of GPTQ,
             AWQ or compressed-tensors with "affine", or any of these with "stored".
-        out: the folder to create; it must not exist or be empty, and gets its files only once all are complete.
+        out: the folder to create; it must either not exist or be empty. Files appear in it only when all of them are
+            complete.
         bits: 8 or 4; None for "stored".
         max_shard_size: largest size of a file of weights, as for ``save_pretrained``.
         format: "int", "mxfp", "fp", "affine" or "stored"; "mxfp" needs 4 bits, and "fp" 8.
-        linear_bits: 8 or 4, for dense layers; None leaves them as they are.
+        linear_bits: 8 or 4, for dense layers; None keeps the format that they have in the checkpoint.
 
     Raises:
         ImportError: transformers is missing.
@@ -123,8 +126,10 @@ def convert(
     quantization = PymoeConfig(bits, format, linear_bits=linear_bits)
     named: dict[str, Any] = {}
     if file:
-        GgufFile(str(file))  # raises before a reader with fewer checks sees it
-        named["gguf_file"] = str(file.absolute())  # transformers looks for other paths in the current directory first
+        # This raises if the file is damaged; transformers' own reader, which follows, checks less.
+        GgufFile(str(file))
+        # The path is absolute, because transformers would look for a relative one in the current directory first.
+        named["gguf_file"] = str(file.absolute())
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **({} if described else named))
     except DAMAGED as error:

@@ -47,7 +47,9 @@ def rank(operator: str, argument: str, value: Tensor, layout: str) -> None:
 
 
 def size(operator: str, argument: str, value: Tensor, dim: int, expected: int, meaning: str) -> None:
-    """Raise unless dimension ``dim`` of ``value`` is ``expected``; ``meaning`` says where that number comes from."""
+    """Raise unless dimension ``dim`` of ``value`` has size ``expected``; the message gives ``meaning``, the origin of
+    that size.
+    """
     if value.shape[dim] != expected:
         raise ValueError(
             f"{operator}: {argument} must have size {expected} ({meaning}) in dimension {dim}, got {tuple(value.shape)}"
@@ -63,7 +65,9 @@ def same_device(operator: str, argument: str, value: Tensor, other_argument: str
 
 
 def integer(operator: str, argument: str, value: object, low: int, high: int | None, meaning: str) -> None:
-    """Raise unless ``value`` is an int with low <= value (<= high); ``meaning`` describes the range in words."""
+    """Raise unless ``value`` is an int and low <= value <= high; the message gives the range as ``meaning``. None for
+    ``high`` means no upper limit.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{operator}: {argument} must be an int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
@@ -85,7 +89,7 @@ def choice(operator: str, argument: str, value: object, allowed: tuple[str, ...]
 
 
 def usable_device(device: torch.device | str | int, what: str) -> torch.device:
-    """Return the device. Raise ValueError, beginning with ``what``, if this process cannot use it."""
+    """Return the device. If this process cannot use it, raise ValueError with a message that begins with ``what``."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
@@ -99,9 +103,9 @@ def usable_device(device: torch.device | str | int, what: str) -> torch.device:
 
 
 def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> None:
-    """Raise unless ``value`` is a Routing with the right dtypes and ranks, on the device of ``rows``.
+    """Raise unless ``value`` is a Routing of tensors with the right dtypes, ranks and device.
 
-    ``rows_argument`` is the name of ``rows`` in messages.
+    ``rows`` is a tensor on the device that they must have; messages call it ``rows_argument``.
     """
     if not (isinstance(value, tuple) and len(value) == 3) or isinstance(value, Gate):
         raise TypeError(f"{operator}: routing must be a Routing, got {type(value).__name__}")
@@ -120,9 +124,9 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 
 
 def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
-    """Raise unless low <= index < end for all (T, K) ``indices``; ``name`` is the name of ``end`` in the contract.
+    """Raise IndexError unless low <= index < end for all ``indices``, which are (T, K).
 
-    The native kernels check the same, on CUDA only in debug mode.
+    The native kernels check the same, on CUDA only in debug mode. ``name`` is what the message calls ``end``.
     """
     bad = (indices < low) | (indices >= end)
     if bool(bad.any()):

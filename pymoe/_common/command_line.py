@@ -1,4 +1,4 @@
-"""An argument parser whose errors suggest the name that was meant, and argument types for it."""
+"""An argument parser whose errors suggest the most similar option or command, and functions that parse arguments."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def file_to_write(argument: str) -> Path:
-    """Parse the path of a file that a command will write. As an argparse type, refuse a wrong path before the work.
+    """Parse the path of a file that a command will write, as an argparse type: this refuses a wrong path before any
+    work.
 
-    Raise ArgumentTypeError if the path is empty or a folder, or if its folder does not exist.
+    Raises:
+        ArgumentTypeError: the path is empty or is a folder, or its parent folder does not exist.
     """
     is_folder, folder = os.path.isdir(argument), os.path.dirname(argument) or "."
     if not argument or is_folder or not os.path.isdir(folder):

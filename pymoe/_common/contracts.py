@@ -149,8 +149,8 @@ def check_gate_topk(
     checks.rank(name, "logits", logits, "(T, E)")
     num_experts = logits.shape[1]
     checks.integer(name, "k", k, 1, num_experts, f"in 1..E (E = {num_experts})")
-    # Skipped while tracing: the comparison would become a guard on the size. The native operator checks again when it
-    # runs.
+    # Skipped while tracing, because the comparison would become a guard on the size. The native operator checks this
+    # again when it runs.
     if not torch.compiler.is_compiling() and logits.shape[0] * k >= 2**31:
         raise ValueError(f"{name}: T * k must be below 2**31, got {logits.shape[0]} * {k}")
     checks.choice(name, "score", score, SCORES)
@@ -158,7 +158,8 @@ def check_gate_topk(
         raise TypeError(f"{name}: renormalize must be a bool, got {type(renormalize).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: scale must be a float, got {type(scale).__name__}")
-    if not -sys.float_info.max <= scale <= sys.float_info.max:  # an int may be too large for a float
+    # The comparison also works for an int that is too large for a float.
+    if not -sys.float_info.max <= scale <= sys.float_info.max:
         raise ValueError(f"{name}: scale must be finite, got {scale}")
     if bias is not None:
         checks.floating(name, "bias", bias)
@@ -215,8 +216,8 @@ def check_build_routing(experts: Tensor, num_experts: int, capacity: int | None,
     if capacity is not None:
         checks.integer("build_routing", "capacity", capacity, 0, None, "None or at least 0")
     checks.flag("build_routing", "foreign_experts", foreign_experts)
-    # Skipped while tracing: the comparison would become a guard on the size. The native operator checks again when it
-    # runs.
+    # Skipped while tracing, because the comparison would become a guard on the size. The native operator checks this
+    # again when it runs.
     if not torch.compiler.is_compiling() and experts.shape[0] * experts.shape[1] >= ROW_LIMIT:
         raise ValueError(f"build_routing: experts must hold fewer than 2^31 choices, got {tuple(experts.shape)}")
 
@@ -235,7 +236,7 @@ def _build_routing_fits(experts: Tensor, num_experts: int, capacity: int | None,
 
 
 def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_experts: bool) -> None:
-    """Raise unless all indices in ``experts`` lie in [0, E); with ``foreign_experts``, only if one is negative."""
+    """Raise IndexError unless all indices in ``experts`` are in [0, E) or, with ``foreign_experts``, at least 0."""
     if foreign_experts:
         experts = experts.clamp(max=num_experts - 1)
     checks.in_range(operator, "experts", experts, 0, num_experts, "E")
@@ -277,7 +278,7 @@ def _may_overlap(x: Tensor, out: Tensor) -> bool:
     """Return whether the memory ranges of the two tensors, from first to last element, overlap."""
     if x.numel() == 0 or out.numel() == 0:
         return False
-    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # these tensors have no memory
+    if x.is_meta or any(isinstance(one, FakeTensor) for one in (x, out)):  # meta and fake tensors have no memory
         return False
     x_begin, out_begin = x.data_ptr(), out.data_ptr()
     x_reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -358,9 +359,14 @@ def _grouped_linear_fits(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tenso
 
 
 def _check_bounds(operator: str, x: Tensor, offsets: Tensor, experts: int, weight: str) -> None:
-    """Raise unless ``offsets`` is (E + 1,) int32 on the device of ``x``; E = ``experts``, of the argument ``weight``.
+    """Raise unless ``offsets`` is (E + 1,) int32 on the device of ``x``.
 
-    ``weight`` is the name of that argument in messages.
+    Args:
+        operator: the name of the operator, for messages.
+        x: the rows.
+        offsets: the tensor to check.
+        experts: E, the number of experts.
+        weight: the name of the argument that has E experts, for messages.
     """
     checks.dtype(operator, "offsets", offsets, torch.int32)
     checks.rank(operator, "offsets", offsets, "(E + 1,)")
@@ -378,9 +384,17 @@ def check_bias(
     meaning_of_outputs: str,
     argument: str = "x",
 ) -> None:
-    """Raise unless ``bias`` is (E, N) with the dtype and device of ``x``; E = ``experts``, N = ``outputs``.
+    """Raise unless ``bias`` is (E, N), with the dtype and device of ``x``.
 
-    Messages call ``x`` by the name ``argument``; the meanings say where E and N come from.
+    Args:
+        operator: the name of the operator, for messages.
+        x: the rows to which the bias is added.
+        bias: the tensor to check.
+        experts: E, the number of experts.
+        meaning: where E comes from, for messages.
+        outputs: N, the number of outputs.
+        meaning_of_outputs: where N comes from, for messages.
+        argument: the name of ``x`` in messages.
     """
     checks.dtype(operator, "bias", bias, x.dtype)
     checks.rank(operator, "bias", bias, "(E, N)")
@@ -404,12 +418,14 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
 
 
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
-    """Raise unless ``places`` are indices of distinct rows; native kernels check the same, on CUDA only in debug mode.
+    """Raise unless ``places`` are indices of distinct rows.
+
+    The native kernels check the same, on CUDA only in debug mode.
 
     Args:
-        places: the values of ``order`` that are used.
+        places: the first ``offsets[-1]`` values of ``order``, which are the values in use.
         rows: S, the number of rows.
-        operator: the name that the error mentions.
+        operator: the name of the operator, for the message.
     """
     seen = set()
     for at, row in enumerate(places):
@@ -478,7 +494,9 @@ def check_quantize_weight(weight: Tensor, bits: int, format: WeightFormat) -> No
 
 
 def check_format(operator: str, bits: object, format: object, of: str = "") -> None:
-    """Raise unless ``bits`` and ``format`` name a format; ``of`` prefixes the two argument names in messages."""
+    """Raise unless the pair of ``format`` and ``bits`` is in :data:`FORMATS`; messages prefix both argument names with
+    ``of``.
+    """
     if type(format) is str and type(bits) is int and (format, bits) in FORMATS:
         return
     known = {name: [bits for one, bits in FORMATS if one == name] for name, _ in FORMATS}
@@ -495,7 +513,7 @@ def check_format(operator: str, bits: object, format: object, of: str = "") -> N
 
 
 def check_rounded(operator: str, format: str) -> None:
-    """Raise if :func:`quantize_weight` cannot round weights to the format."""
+    """Raise ValueError if ``format`` is a format to which :func:`quantize_weight` cannot round weights."""
     if format in PACKED_ONLY:
         raise ValueError(
             f"{operator}: format must be one to which weights are rounded, got {format!r}, which only holds weights "
@@ -504,7 +522,7 @@ def check_rounded(operator: str, format: str) -> None:
 
 
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
-    """Raise unless ``weight`` is a :class:`QuantizedWeight` with fields that agree with each other."""
+    """Raise unless ``weight`` is a :class:`QuantizedWeight` with consistent fields."""
     if not (isinstance(weight, tuple) and len(weight) in (4, 5, 6)):
         raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
     packed, bits, output_features, input_features, format, prefetch = QuantizedWeight(*weight)
@@ -560,9 +578,10 @@ def _check_pack_affine(codes: Tensor, scales: Tensor, offsets: Tensor, bits: int
 
 
 def _check_ends(codes: Tensor, number: int, **named: Tensor) -> None:
-    """Raise unless each of the ``named`` tensors has one float32 per output and run of inputs of ``codes``.
+    """Raise unless each of the ``named`` tensors is float32 and has a value for each output and run of inputs of
+    ``codes``.
 
-    ``number`` is a format of :data:`RUNS`.
+    ``number`` identifies the format, which must be one of :data:`RUNS`; a run is the inputs that share a scale.
     """
     size, _ = RUNS[number]
     experts, outputs, inputs = codes.shape
@@ -603,7 +622,10 @@ def check_quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor |
 
 
 class _NoTangents(torch.autograd.Function):
-    """Computes nothing and refuses tangents, even inside ``vmap``, where code cannot test a tensor for a tangent."""
+    """An operation that computes nothing and raises if one of its inputs has a tangent.
+
+    Unlike a test of the tensor, this also works inside ``vmap``.
+    """
 
     generate_vmap_rule = True
 
@@ -613,7 +635,7 @@ class _NoTangents(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep nothing; the transforms of torch.func require this method."""
+        """Save nothing; the transforms of torch.func require this method."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:

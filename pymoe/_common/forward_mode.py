@@ -20,7 +20,7 @@ def in_forward_mode() -> bool:
 
 
 def _is_entered() -> bool:
-    """Return whether forward mode is on now; True as well if Dynamo traces this function instead of calling it."""
+    """Return whether forward mode is on now. While Dynamo traces this function, return True."""
     return is_dynamo_compiling() or forward_ad._current_level >= 0
 
 

@@ -1,7 +1,7 @@
 """Errors for unknown names of arguments, options and attributes, with suggestions.
 
-Names that other packages use for the same things are either accepted (:func:`also_called`), or the error gives pymoe's
-name.
+A name that another package uses for the same thing is either accepted (:func:`also_called`), or the error gives pymoe's
+name for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _
 
 
 def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]:
-    """Return the name most similar to ``name``, then up to two that are nearly as similar; none below ``cutoff``."""
+    """Return the name that is most similar to ``name``, followed by up to two that are nearly as similar.
+
+    Names with a similarity below ``cutoff`` (0 to 1) are left out.
+    """
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, 3, cutoff)
     likeness = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
@@ -49,15 +52,20 @@ def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]
 
 
 def no_such_argument(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> TypeError:
-    """Return the error for a keyword argument that ``owner`` does not take; for the rest, see :func:`suggestion`."""
+    """Return the error for a keyword argument that ``owner`` does not take; see :func:`suggestion` for ``known`` and
+    ``elsewhere``.
+    """
     names = tuple(known)
     hint = suggestion(name, names, elsewhere) or f": expected {', '.join(names)}"
     return TypeError(f"{owner}: there is no argument {name!r}{hint}")
 
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _NONE) -> AttributeError:
-    """Return the error for an attribute that ``module`` does not have; for the rest, see :func:`suggestion`."""
-    hint = "" if name.startswith("_") else suggestion(name, known, elsewhere)  # only tools look up names with _
+    """Return the error for an attribute that ``module`` does not have; see :func:`suggestion` for ``known`` and
+    ``elsewhere``.
+    """
+    # Names that begin with an underscore are only looked up by tools, for which a suggestion would be wasted work.
+    hint = "" if name.startswith("_") else suggestion(name, known, elsewhere)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
@@ -68,10 +76,11 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def explain_arguments(**elsewhere: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that raises :func:`no_such_argument` for a keyword argument that the function does not take.
+    """Return a decorator that makes a function raise :func:`no_such_argument` for a keyword argument that it does not
+    take.
 
-    It adds a microsecond to a call, so it is meant for constructors and functions that are not called in every training
-    step.
+    This adds about a microsecond to each call, so use it for constructors and for functions that are not called in
+    every training step.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,14 +11,15 @@ from typing import Any
 def check_seconds(
     what: str, seconds: Any, *, positive: bool = False, finite: bool = False, least: float = 0.0
 ) -> float:
-    """Return ``seconds``; raise unless it is a number in the range that the other arguments give.
+    """Return ``seconds`` if it is a number in the range that the other arguments define, else raise.
 
     Args:
         what: name of the option in messages.
         seconds: the value to check.
         positive: refuse 0.
         finite: refuse infinity.
-        least: smallest allowed value; minus infinity for the time left until a deadline, which may have passed.
+        least: smallest allowed value, unless ``positive``. Pass minus infinity if ``seconds`` is the time until a
+            deadline, which may have passed.
 
     Raises:
         TypeError: ``seconds`` is not a number.

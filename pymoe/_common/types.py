@@ -57,7 +57,7 @@ GateBackwardOptions = tuple[Score, bool, bool, float]
 
 
 def gate_backward_options(bias: Tensor | None, options: GateOptions) -> GateBackwardOptions:
-    """Return the options for the backward of a call that had this ``bias`` and these ``options``."""
+    """Return the options for the backward of a :func:`gate_topk` call that was made with ``bias`` and ``options``."""
     _, score, renormalize, num_groups, _, scale = options
     return score, renormalize, bias is None and num_groups == 0, scale
 
@@ -89,7 +89,7 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 def is_gated(kind: object) -> bool:
-    """Return whether the kind turns 2F columns, gate and up, into F columns."""
+    """Return whether ``kind`` is gated: such an activation turns 2F columns, gate and up, into F columns."""
     return isinstance(kind, ClampedSwiglu) or kind in GATED
 
 
@@ -100,7 +100,7 @@ ActivationOptions = tuple[int, float, float, float, bool]
 
 
 def activation_options(kind: ActivationKind) -> ActivationOptions:
-    """Return the native operators' arguments for ``kind``, which must be valid: it is not checked."""
+    """Return the arguments for ``kind`` that the native operators take. ``kind`` must be valid, and is not checked."""
     if isinstance(kind, ClampedSwiglu):
         return (len(KINDS), float(kind.limit), float(kind.alpha), float(kind.up_offset), kind.interleaved)
     return (KINDS.index(kind), 0.0, 1.0, 0.0, False)
@@ -112,7 +112,7 @@ def kind_of_options(number: int, *options: Any) -> ActivationKind:
 
 
 class Gate(NamedTuple):
-    """Decision of :func:`gate_topk` for T tokens, E experts and K choices."""
+    """The result of :func:`gate_topk` for T tokens, E experts and K choices per token."""
 
     weights: Tensor
     """(T, K) float32 (float64 for float64 logits): the weight of each choice, best choice first."""
@@ -123,9 +123,10 @@ class Gate(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The row of every choice, with rows sorted by expert; made by :func:`build_routing`.
+    """The row of every choice, when the rows are sorted by expert; made by :func:`build_routing`.
 
-    A Routing made by hand may have fewer or more than T * K rows, for a buffer with another order or with spare rows.
+    A Routing that you make by hand may have fewer or more than T * K rows, for a buffer with another order or with
+    spare rows.
     """
 
     slot: Tensor
@@ -182,16 +183,16 @@ PACKED_ONLY = ("affine", "symmetric")
 
 
 def number_of(weight: QuantizedWeight) -> int:
-    """Return the number of a weight's format in :data:`FORMATS`.
+    """Return the number that identifies the format of ``weight`` in :data:`FORMATS`.
 
     Raises:
-        ValueError: the format has no number. ``check_quantized`` refuses such a weight from a caller, but it does not
-            see the attributes of a layer.
+        ValueError: there is no such format. ``check_quantized`` refuses such a weight when a caller passes it, but a
+            layer's attributes are not checked until they reach this function.
     """
     weight = QuantizedWeight(*weight)
     try:
         return FORMATS[weight.format, weight.bits]
-    except (KeyError, TypeError):  # a list cannot be a key
+    except (KeyError, TypeError):  # FORMATS has no such format, or a field has an unhashable value such as a list
         known = ", ".join(f"{kind!r} in {bits} bits" for kind, bits in FORMATS)
         got = f"{weight.format!r} in {weight.bits} bits"
         raise ValueError(f"expected a quantised weight of format {known}, got {got}") from None
@@ -213,12 +214,14 @@ SUPER_BYTES = TILE * (2 + 2 + 12)
 
 
 def up(value: int, multiple: int) -> int:
-    """Return ``value`` rounded up to a multiple."""
+    """Return ``value`` rounded up to a multiple of ``multiple``."""
     return (value + multiple - 1) // multiple * multiple
 
 
 def bytes_of_tile(number: int, input_features: int) -> int:
-    """Return the number of bytes of a tile, :data:`TILE` outputs; ``number`` is the format's in :data:`FORMATS`."""
+    """Return the size in bytes of a tile, which has :data:`TILE` outputs. ``number`` identifies the format, as in
+    :data:`FORMATS`.
+    """
     inputs = up(input_features, GROUP)
     if number in RUNS:
         size, heads = RUNS[number]
@@ -231,7 +234,7 @@ def bytes_of_tile(number: int, input_features: int) -> int:
 
 
 def packed_shape(number: int, output_features: int, input_features: int, experts: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight; ``number`` is the format's in :data:`FORMATS`."""
+    """Return the shape of a packed weight. ``number`` identifies its format, as in :data:`FORMATS`."""
     return experts, up(output_features, TILE) // TILE, bytes_of_tile(number, input_features)
 
 

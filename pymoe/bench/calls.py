@@ -60,7 +60,7 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Operator:
-    """A native operator, its reference, the allowed differences, and the benchmark's cases."""
+    """A native operator, its reference, the allowed differences between their results, and the benchmark's cases."""
 
     name: str
     native: Callable[..., Any]
@@ -81,7 +81,8 @@ class Operator:
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
     """Return the tensors in an operator's result, at any depth of nesting.
 
-    Ints and strings become tensors, so that they can be compared: an int a scalar, a str the codes of its characters.
+    So that ints and strings can be compared, too, an int becomes a scalar tensor, and a str a tensor of the codes of
+    its characters.
     """
     if isinstance(result, Tensor):
         return (result,)
@@ -140,7 +141,7 @@ def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def call(function: Callable[..., Any], sample: Sample) -> Any:
-    """Return ``function(*args, **kwargs)`` for the arguments of ``sample``, but with a copy of a tensor ``out``."""
+    """Return ``function(*args, **kwargs)`` for the arguments of ``sample``; copy a tensor ``out`` before the call."""
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         kwargs["out"] = same_layout_copy(kwargs["out"])
@@ -179,8 +180,8 @@ def gradients_of(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Te
     if not differentiable:
         return [torch.zeros_like(value) for value in inputs]
     random = generator()
-    # Rounding to bfloat16 makes the values the same in every dtype. They are uniform, because the values of randn
-    # depend on the processor.
+    # Rounding to bfloat16 makes the values the same in every dtype. The values are uniformly distributed, because those
+    # of randn depend on the processor.
     seeds = [
         (torch.rand(output.shape, generator=random, dtype=torch.float64) * 4 - 2).bfloat16().to(output)
         for output in differentiable

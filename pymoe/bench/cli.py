@@ -252,7 +252,7 @@ def selected(options: argparse.Namespace) -> tuple[list[Line], list[Line]]:
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
-    """Return the effort for measuring a line: that of ``--quick`` or the full one, with the time of ``--budget``."""
+    """Return the limits for measuring a line: those of ``--quick`` or the usual ones, with the time of ``--budget``."""
     effort = QUICK if options.quick else FULL
     budget = getattr(options, "budget", None)
     return replace(effort, budget=budget) if budget else effort
@@ -265,7 +265,7 @@ def print_left_out(lines: Sequence[Line]) -> None:
 
 
 def rates_text(facts: dict[str, Any], rates: Rates) -> str:
-    """Return the machine and its rates in one paragraph."""
+    """Return a paragraph of text that describes the machine and its rates."""
     products = ", ".join(f"{str(dtype).removeprefix('torch.')} {rate / 1e9:.3g}" for dtype, rate in rates.mm.items())
     return (
         f"{facts['cpu']}, {facts['threads']} threads, load {facts['load']}, torch {facts['torch']}, "

@@ -26,7 +26,7 @@ CALLS_IN_GRAPH = 20
 
 
 class Rotating:
-    """A function that calls one of ``functions`` each time it is called, in turn."""
+    """A callable that calls the ``functions`` in turn, one in each call, again and again."""
 
     def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
         self.functions = tuple(functions)
@@ -78,7 +78,10 @@ def waiting_raises() -> Iterator[None]:
 
 
 def in_graph(function: Callable[[], object]) -> InGraph:
-    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``, as many for each copy of its inputs."""
+    """Return a CUDA graph of at least ``CALLS_IN_GRAPH`` calls of ``function``.
+
+    If ``function`` is a :class:`Rotating`, the graph calls each of its functions equally often.
+    """
     turns = len(function.functions) if isinstance(function, Rotating) else 1
     return InGraph(function, turns * -(-CALLS_IN_GRAPH // turns))
 
@@ -92,7 +95,10 @@ def copies_needed(bytes: int, device: torch.device) -> int:
 
 
 def copies_of(sample: Sample, device: torch.device) -> list[Sample]:
-    """Return ``sample`` and copies of it, :func:`copies_needed` in all; tensors keep their ``requires_grad``."""
+    """Return a list of ``sample`` and copies of it, :func:`copies_needed` samples in all.
+
+    Tensors keep their ``requires_grad``.
+    """
     tensors = tensors_in((sample.args, sample.kwargs))
     count = copies_needed(sum(value.numel() * value.element_size() for value in tensors), device)
     copies = [

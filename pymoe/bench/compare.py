@@ -49,7 +49,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
 
 
 def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the records as a dictionary by the name of their line."""
+    """Return the records in a dictionary by the names of their lines."""
     return {" ".join(record[key] for key in ("operator", "case", "dtype", "direction")): record for record in records}
 
 
@@ -82,7 +82,7 @@ def relative(record: dict[str, Any], to_floor: bool) -> tuple[float, float, floa
 
 
 def change_table(changes: Sequence[Change]) -> Table:
-    """Return a table with one row per line; ``machine`` is the change of the floor."""
+    """Return a table with one row per line. Its column ``machine`` shows the change of the floor's time."""
     rows = [
         [one.name, seconds(one.old), seconds(one.new), f"{one.ratio:.2f}x", f"{one.machine:.2f}x", one.marker]
         for one in changes

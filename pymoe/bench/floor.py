@@ -1,7 +1,8 @@
-"""The floor of an operator's time: moving its bytes with ``copy_``, or doing its operations with ``torch.mm``.
+"""The floor of an operator's time: the time in which ``copy_`` moves its bytes, or ``torch.mm`` computes its
+operations.
 
-A floor is timed in the same rounds as the operator, with as many bytes (so that they fit the same cache) or with about
-as many operations. The rates measured before the first line are the machine's best.
+A floor is timed in the same rounds as the operator, with the same number of bytes (so that they fit into the same
+cache) or about the same number of operations. The rates measured before the first line are the machine's best.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Floor:
-    """A torch call that only moves an operator's bytes or computes its operations, as fast as torch can."""
+    """A call of ``copy_`` or ``torch.mm`` that sets a lower bound for an operator's time.
+
+    It moves about as many bytes, or computes about as many operations, as the operator needs at least.
+    """
 
     kind: str
     """``"copy_"``, or ``"mm"`` with the dtype of the product."""
@@ -52,7 +56,7 @@ class Rates:
     mm: dict[torch.dtype, float]
 
     def fastest_mm(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which torch multiplies values of ``dtype`` fastest: itself, or fp32 for 16 bits."""
+        """Return the dtype in which torch multiplies values of ``dtype`` fastest: for 16 bits that may be float32."""
         if dtype in (torch.bfloat16, torch.float16) and self.mm[torch.float32] > self.mm[dtype]:
             return torch.float32
         return dtype
@@ -61,7 +65,10 @@ class Rates:
 def measure_rates(
     device: torch.device, dtypes: Iterable[torch.dtype], quick: bool = False, timer: Timer | None = None
 ) -> Rates:
-    """Measure both rates (medians), for ``dtypes`` and fp32; ``quick`` uses smaller work and less time."""
+    """Measure the rates of ``copy_`` and ``torch.mm`` as medians; ``quick`` uses smaller work and less time.
+
+    Products are measured in float32 and in ``dtypes``.
+    """
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -78,7 +85,7 @@ def measure_rates(
 
 
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
-    """Return the floor of a call that moves ``bytes`` or computes ``flops`` (if given); None if it does neither."""
+    """Return the floor of a call: a product if ``flops`` is not 0, else a copy of ``bytes``; None if both are 0."""
     if flops:
         size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE[device.type])
         dtype = rates.fastest_mm(dtype)
@@ -91,7 +98,11 @@ def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, 
 
 
 def copy(bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that copies ``bytes / 2`` bytes into allocated memory; on CUDA, from outside the cache."""
+    """Return a function that copies ``bytes / 2`` bytes, so that reading and writing them moves ``bytes``.
+
+    Both tensors are allocated beforehand. On CUDA, successive calls use different tensors, so that the cache has none
+    of them.
+    """
 
     def one() -> Callable[[], object]:
         source = torch.ones(bytes // 8, device=device)
@@ -102,7 +113,9 @@ def copy(bytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Return a function that multiplies two square matrices into allocated memory."""
+    """Return a function that computes the product of two ``size`` x ``size`` matrices, into a matrix that is allocated
+    beforehand.
+    """
     random = generator(device)
     left, right = (torch.randn(size, size, device=device, generator=random).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

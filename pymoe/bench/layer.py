@@ -28,7 +28,7 @@ RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a swiglu layer and its input."""
+    """The sizes of a MoE layer with the activation swiglu, and of its input."""
 
     name: str
     tokens: int
@@ -42,21 +42,23 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Return S, the number of rows that experts compute."""
+        """Return S, the number of rows that the experts compute: a row for each choice of each token."""
         return self.tokens * self.choices
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of forward and backward: six per weight and row (one product forward, two backward)."""
+        """Return the FLOPs of forward and backward: two per weight and row in each of three products."""
         return 6 * (self.slots * 3 * self.ffn * self.hidden + self.tokens * self.hidden * self.experts)
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of the weights, input and output, and of their gradients."""
+        """Return the number of elements of the weights, the input, the output and their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
     def bytes_moved(self, dtype: torch.dtype) -> int:
-        """Return the minimum number of bytes that a forward moves: input, output, and weights of the chosen experts."""
+        """Return the minimum number of bytes that a forward pass moves: input, output, and the weights of the chosen
+        experts.
+        """
         reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
         return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)
 
@@ -77,7 +79,7 @@ INPUTS = 8
 
 
 def layer_lines() -> Iterator[Line]:
-    """Yield the lines of the layer."""
+    """Yield the benchmark lines of the whole layer."""
     target = Target("floor", 1 / SLOWDOWN_ALLOWED)
     for device, shapes, dtype, targets in (
         ("cpu", SHAPES, torch.float32, {"cpu": target}),
@@ -104,7 +106,10 @@ def layer_lines() -> Iterator[Line]:
 
 
 def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return forward passes of the layer, without gradients, in both backends and in plain torch, and their floor."""
+    """Return the calls to time for an inference line: the forward pass without gradients, and its floor.
+
+    There is a call for each backend and for plain torch.
+    """
     random = generator()
     inputs = [torch.randn(shape.tokens, shape.hidden, generator=random).to(device, dtype) for _ in range(INPUTS)]
     native = layer_of(shape, dtype, device).eval()
@@ -127,7 +132,8 @@ def forward_candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device
 
 
 def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates: Rates) -> Candidates:
-    """Return training steps (forward and backward) of the layer in both backends, with equal weights, and their floor.
+    """Return the calls to time for a training line: forward and backward in both backends, with equal weights, and a
+    floor.
 
     On CUDA there is also a baseline: the same layer in plain torch.
     """
@@ -146,7 +152,7 @@ def candidates_of(shape: Shape, dtype: torch.dtype, device: torch.device, rates:
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device, backend: Backend = "native") -> MoE:
-    """Return a layer with random weights, which depend only on ``shape`` and the device's type."""
+    """Return a layer with random weights that depend only on ``shape`` and the type of the device."""
     sizes = (shape.hidden, shape.ffn, shape.experts, shape.choices)
     layer = MoE(*sizes, activation="swiglu", backend=backend, device=device)
     random = generator(device)
@@ -234,7 +240,11 @@ def dense_floor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Floor
 def verdict_of(
     actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], names: tuple[str, ...], tolerance: float
 ) -> Verdict:
-    """Compare results, whose sums may run in different orders, by the largest error relative to the largest value."""
+    """Return whether each result in ``actual`` agrees with ``expected``, as a verdict.
+
+    An error may be at most ``tolerance`` times the largest magnitude in the expected result, because sums may run in
+    different orders. The ``names`` of the results are for messages.
+    """
     for name, got, wanted in zip(names, actual, expected, strict=True):
         error = max_error([(got, wanted)])
         allowed = tolerance * float(wanted.abs().max())

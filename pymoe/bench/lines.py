@@ -52,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Line:
-    """A line that has not been measured yet. Only ``prepare`` makes inputs, so that listing lines costs nothing."""
+    """A line that has not been measured yet. Only ``prepare`` makes the inputs, so listing lines costs nothing."""
 
     operator: str
     case: str
@@ -70,12 +70,12 @@ class Line:
 
     @property
     def name(self) -> str:
-        """Return the name that ``--filter`` matches."""
+        """Return the name of the line, by which ``--filter`` selects lines."""
         return f"{self.operator} {self.case} {str(self.dtype).removeprefix('torch.')} {self.direction}"
 
 
 def lines_of(operator: Operator) -> Iterator[Line]:
-    """Yield the lines of an operator."""
+    """Yield the benchmark lines of an operator."""
     for case in operator.bench_cases:
         yield Line(
             operator.name,
@@ -133,9 +133,10 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
     """Measure a line, and compare its results with those of the reference.
 
     Returns:
-        A record for the table and for JSON: names; seconds (median, quartiles, rounds, calls) of every candidate;
-        ratios, taken round by round; the share of the floor; correctness; the target and whether it was reached. If a
-        call raises, the verdict is ``"ERROR"``, and the record has no timings.
+        A record for the table and for JSON. It contains the names of the line; for every candidate, the quartiles of
+        the seconds per call, the rounds and the calls; ratios of times, taken round by round; the share of the floor;
+        the correctness; the target, and whether it was reached. If a call raises, the verdict is ``"ERROR"``, and the
+        record has no timings.
     """
     target = line.targets.get(device.type)
     record = described(line, target)
@@ -159,9 +160,9 @@ def run_line(line: Line, device: torch.device, rates: Rates, effort: Effort, tim
 
 
 def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """Return the native call, baseline and floor as replays of CUDA graphs, by name.
+    """Capture the native call, the baseline and the floor in CUDA graphs; return replays of the graphs, by name.
 
-    Also return, by name, the reason for each of these calls that cannot be captured.
+    Also return, by name, why calls could not be captured.
     """
     captured: dict[str, Callable[[], object]] = {}
     refused = {}
@@ -170,13 +171,14 @@ def captured_calls(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
             try:
                 captured[f"{name}_in_graph"] = in_graph(calls[name])
             except Exception as error:
-                first = error.__context__ or error  # ending a failed capture raises another error
+                # Use the error that ended the capture: torch raises another while it ends a failed capture.
+                first = error.__context__ or error
                 refused[name] = in_a_line(first)
     return captured, refused
 
 
 def described(line: Line, target: Target | None) -> dict[str, Any]:
-    """Return the part of a record that is known before measuring."""
+    """Return the fields of a record that are known before the line is measured."""
     return {
         "operator": line.operator,
         "case": line.case,
@@ -196,9 +198,10 @@ def described(line: Line, target: Target | None) -> dict[str, Any]:
 def measured(
     line: Line, target: Target | None, floor: Floor | None, timings: dict[str, Timing], rates: Rates
 ) -> dict[str, Any]:
-    """Return the part of a record that is computed from timings.
+    """Return the fields of a record that are computed from timings.
 
-    Shares of rates use the device's own time, that of calls in a graph, if the calls could be captured.
+    If the calls could be captured, shares of rates are computed from the time in a graph, which is the device's own
+    time.
     """
     native = timings["native"]
     on_device = timings.get("native_in_graph", native)

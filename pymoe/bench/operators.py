@@ -56,7 +56,7 @@ def random_counts(rows: int, experts: int, generator: torch.Generator, skew: flo
 
 
 def random_load(num_experts: int, generator: torch.Generator, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return (E,) small counts."""
+    """Return random counts from 0 to 8, (E,)."""
     return torch.randint(0, 9, (num_experts,), generator=generator).to(dtype)
 
 
@@ -64,18 +64,18 @@ def random_load(num_experts: int, generator: torch.Generator, dtype: torch.dtype
 
 
 def torch_build_routing(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the token of every row, and the experts' loads."""
+    """Return the token of every row, and the number of rows of each expert."""
     flat = experts.flatten()
     return torch.argsort(flat, stable=True) // experts.shape[1], torch.bincount(flat, minlength=num_experts)
 
 
 def torch_dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    """Gather the rows of the choices; no choice may have been dropped."""
+    """Copy each token's row to the rows of its choices. There must be no dropped choice."""
     return torch.index_select(x, 0, routing.token, out=out)
 
 
 def torch_combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """Weight the rows and add them up by token; no choice may have been dropped."""
+    """Multiply each row by its weight and add up the rows of each token. There must be no dropped choice."""
     slot, token, _ = routing
     weight_of_row = torch.empty_like(weights.view(-1)).index_put((slot.view(-1),), weights.view(-1))
     weighted = y * weight_of_row[:, None].to(y.dtype)

@@ -61,7 +61,7 @@ def show(table: Table) -> None:
 
 
 def plain(table: Table) -> str:
-    """Return the table as lines of equal width."""
+    """Return the table as text with aligned columns."""
     widths = [max(len(row[i]) for row in (table.heading, *table.rows)) for i in range(len(table.heading))]
     cells = [
         [
@@ -104,7 +104,9 @@ def run_table(records: Sequence[Record]) -> Table:
 
 
 def graph_cells(record: Record) -> list[str]:
-    """Return the additional cells for CUDA: time in a graph, share of the copy bandwidth, and ratio in graphs."""
+    """Return the additional cells for CUDA: the native call's time in a graph, its share of the copy bandwidth, and its
+    speed-up over the baseline in a graph.
+    """
     share = f"{100 * record['share_of_copy']:.0f}%" if record["share_of_copy"] else "-"
     return [time_with_spread(record["native_in_graph"]), share, times(record["over_baseline_in_graph"])]
 
@@ -118,7 +120,7 @@ def seconds(value: float) -> str:
 
 
 def time_with_spread(timing: dict[str, float] | None) -> str:
-    """Return median and quartiles as text, in the median's unit; ``-`` without a timing."""
+    """Return a timing as text: the median and quartiles, in the median's unit; ``-`` without a timing."""
     if not timing:
         return "-"
     middle, unit = seconds(timing["median"]).split()
@@ -135,7 +137,7 @@ def times(spread: dict[str, float] | None) -> str:
 
 
 def share(record: Record) -> str:
-    """Return the share of the floor and the kind of the floor as text; ``-`` without a floor."""
+    """Return the share of the floor, and the kind of floor, as text; ``-`` without a floor."""
     if not record["share_of_floor"]:
         return "-"
     return f"{100 * record['share_of_floor']['median']:.0f}% {record['floor']['kind']}"
@@ -148,7 +150,7 @@ def correctness(record: Record) -> str:
 
 
 def target(record: Record) -> str:
-    """Return the target of the line and whether the line reached it, as text; empty without a target."""
+    """Return a line's target and whether it was reached, as text; empty if there is no target."""
     wanted = record["target"]
     if not wanted:
         return ""

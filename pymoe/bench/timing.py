@@ -79,7 +79,7 @@ class Timer(Protocol):
     """Measures the time of calls in a row."""
 
     def now(self) -> float:
-        """Return the seconds of the clock against which the budget of the whole measurement is checked."""
+        """Return the time, in seconds, of the clock that limits the whole measurement."""
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         """Return the seconds per call of ``function`` over ``calls`` calls."""

@@ -82,7 +82,8 @@ class RuntimeCollector:
         histogram = self._core.HistogramMetricFamily
         sizes = histogram("pymoe_batch_rows", "Rows of a batch", labels=LABELS)
         for labels, stats in pools.items():
-            largest = [Bucket(one.low, one.high - 1, one.count) for one in stats.batch_sizes]  # rows are whole
+            # Numbers of rows are integers, so the largest one below ``high`` is ``high - 1``.
+            largest = [Bucket(one.low, one.high - 1, one.count) for one in stats.batch_sizes]
             sizes.add_metric(labels, cumulative(largest, ROW_ENDS), sum_value=stats.mean_batch_size * stats.batches)
         yield sizes
         for name, about, field in (

@@ -72,7 +72,8 @@ class ExpertActor:
         if not self._drains:
             logger.warning("a client has drained the server: the actor ends")
             logging.shutdown()
-            os._exit(1)  # Ray treats this as a failure and restarts the actor
+            # Ray treats this exit status as a failure, and restarts the actor.
+            os._exit(1)
 
     def address(self) -> str:
         """Return the current address of the server; it changes when the actor restarts."""
@@ -206,14 +207,15 @@ class ServedExperts:
                     continue
                 try:
                     self._move(name)
-                except Exception as error:  # the actor is not back yet
+                except Exception as error:  # the actor has not been restarted yet
                     logger.debug("%s: %s: %s", name, type(error).__name__, error)
 
     def _move(self, name: str) -> None:
         before = self._connections[name]
         address = self._address(name, ADDRESS_TIMEOUT_S)
         if address == before.address:
-            return  # the connection reconnects by itself
+            # The address is the same, so the connection reconnects by itself.
+            return
         there = self._connect(address)
         try:
             for backend in there.backends():

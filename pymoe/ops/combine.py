@@ -111,7 +111,8 @@ def raw(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Tensor
         bias = bias.contiguous()
     if weights is None:
         weights = y.new_ones(slot.shape, dtype=wide)
-    if weights.dtype != wide:  # this test is cheaper than a call of `to` that changes nothing
+    # This test is cheaper than a call of ``to`` that changes nothing.
+    if weights.dtype != wide:
         weights = weights.to(wide)
     return call(  # type: ignore[no-any-return]
         Combine, y.contiguous(), weights.contiguous(), slot.contiguous(), offsets.contiguous(), bias

@@ -45,11 +45,14 @@ def _(x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
     return None
 
 
-_LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
+# Kernels that are registered through this object stay registered as long as it lives.
+_LIBRARY = torch.library.Library("pymoe", "IMPL")
 
 
 def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """Bump the version of ``out``, as in-place operators do, so that a backward that saved it raises."""
+    """Bump the version of ``out``, as in-place operators do. So autograd raises if it has saved the former values of
+    ``out``.
+    """
     torch.autograd.graph.increment_version(out)
     below = keys & after_ADInplaceOrView_keyset
     torch.ops.pymoe.dispatch_out.default.redispatch(below, x, slot, offsets, out)

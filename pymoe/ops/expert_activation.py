@@ -36,7 +36,7 @@ _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 def _activated(h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Return the activation ``kind`` of ``h``, computed with torch operators, which can be differentiated twice."""
+    """Return the activation ``kind`` of ``h``, computed with torch operators. It can be differentiated twice."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if bias is not None and offsets is not None:
         wide = wide + rows_of_bias(bias, offsets, h.shape[0]).to(wide.dtype)
@@ -61,7 +61,7 @@ class ExpertActivation(torch.autograd.Function):
         up_offset: float,
         interleaved: bool,
     ) -> Tensor:
-        # No *arguments here: torch.compile without gradients would also pass the context to such a forward.
+        # Do not use *arguments here: while torch.compile traces without gradients, it would pass the context as well.
         return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved, bias, offsets)
 
     @staticmethod
@@ -84,12 +84,13 @@ class ExpertActivation(torch.autograd.Function):
 def activation_backward(grad: Tensor, h: Tensor, *arguments: Any) -> Tensor:
     """Return the gradient of ``h``, given the gradient ``grad`` of the result.
 
-    In grad mode torch operators compute it, and it is differentiable; otherwise the kernel computes it.
+    In grad mode, torch operators compute the gradient, and it is differentiable; otherwise the kernel computes it.
 
     Args:
         grad: (S, F).
         h: (S, 2F) for gated kinds, else (S, F).
-        arguments: the five of :data:`ActivationOptions`, optionally followed by the bias and the offsets (or two None).
+        arguments: the five elements of :data:`ActivationOptions`, optionally followed by the bias and the offsets,
+            which may both be None.
     """
     if torch.is_grad_enabled():
         kind, (bias, offsets) = kind_of_options(*arguments[:5]), arguments[5:] or (None, None)

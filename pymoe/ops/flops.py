@@ -1,8 +1,8 @@
 """FLOPs of the native operators, for :class:`torch.utils.flop_counter.FlopCounterMode` and tools that use it.
 
 As torch counts its own operators, a matrix product counts two FLOPs for each pair of a multiplication and an addition,
-and everything else counts zero. A formula gets only the shapes of tensors, so it counts every choice, even one that a
-capacity drops.
+and everything else counts zero. A formula only sees the shapes of tensors, so it counts the choices that exceed a
+capacity and are dropped, too.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 @cache
 def _transformable(function: _Function) -> _Function:
-    """Return a subclass with the methods that transforms need. torch.compile refuses Functions that have them."""
+    """Return a subclass of ``function`` with the methods that transforms need; torch.compile refuses the subclass."""
 
     def refuse(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(_REFUSAL.format(function.__name__.strip("_")))
@@ -74,8 +74,9 @@ def _transformable(function: _Function) -> _Function:
 def is_recorded(*values: Any) -> bool:
     """Return whether a result that is computed from ``values`` may be differentiated.
 
-    This is so if one of the tensors requires grad in grad mode, inside the transforms of :mod:`torch.func`, inside a
-    ``forward_ad.dual_level``, and while a graph is exported, as the graph may later run on other tensors.
+    This is so if a tensor requires grad and grad mode is on. It is always so inside the transforms of
+    :mod:`torch.func`, inside a ``forward_ad.dual_level``, and while a graph is exported, because the graph may later
+    run on other tensors.
 
     Args:
         values: the arguments of a call: tensors, and anything else.
@@ -89,15 +90,21 @@ def is_recorded(*values: Any) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of :mod:`torch.func`, or forward-mode AD, may be active. Not for compiled code."""
+    """Return whether a transform of :mod:`torch.func`, or forward-mode AD, may be active.
+
+    Do not call this in compiled code.
+    """
     canaries.transforms()
     return are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_differentiated(*values: Any) -> bool:
-    """Return whether grad mode is on and a tensor requires grad. Outside transforms, autograd records only then."""
+    """Return whether grad mode is on and a tensor requires grad: outside of transforms, autograd records a call only
+    then.
+    """
     if is_grad_enabled():
-        for value in values:  # a generator for any() would cost more than the answer
+        # A loop, because any() with a generator takes longer than the test itself.
+        for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
                 return True
     return False
@@ -111,9 +118,9 @@ def call(function: _Function, *args: Any) -> Any:
 
     Args:
         function: a Function with ``setup_context``. Its ``forward`` takes these arguments, changes none of them, and
-            returns new tensors or views of its arguments. If nothing records the call, the results are ordinary views,
-            and autograd tracks in-place changes of them. ``forward`` must not return an argument itself, which
-            ``apply`` would replace by a view.
+            returns new tensors or views of its arguments. It must not return an argument itself, which ``apply`` would
+            replace by a view. If nothing records the call, views that it returns are ordinary views, and autograd
+            tracks in-place changes of them.
         args: all arguments of its ``forward``.
 
     Raises:
@@ -121,26 +128,33 @@ def call(function: _Function, *args: Any) -> Any:
             compiled as part of a graph inside forward mode, where tangents cannot be seen.
     """
     if is_compiling():
+        # The error does not contain the name of the Function, because Dynamo cannot trace the name.
         if in_forward_mode():
-            raise NotImplementedError(_REFUSAL_IN_A_GRAPH)  # Dynamo cannot trace the name of the Function
+            raise NotImplementedError(_REFUSAL_IN_A_GRAPH)
         return function.apply(*args)
     canaries.transforms()
     if are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _transformable(function).apply(*args)
     if is_grad_enabled():
-        for value in args:  # the body of is_differentiated: calling it would cost more
+        # This loop repeats the body of is_differentiated, because a call would cost more.
+        for value in args:
             if isinstance(value, Tensor) and value.requires_grad:
                 return apply(function, *args)
     return function.forward(*args)
 
 
 def apply(function: _Function, *args: Any) -> Any:
-    """Return ``function.apply(*args)``, outside of transforms and without binding the signature of ``forward``."""
+    """Call ``function`` as ``function.apply(*args)`` does, but without binding the arguments to the signature of
+    ``forward``.
+
+    That takes most of the time of ``apply``. Call this outside of transforms only.
+    """
     inner = _apply_of.get(function)
     if inner is None:
         inner = _apply_of[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     values = list(args)
     for place, value in enumerate(args):
         if isinstance(value, Tensor):
-            values[place] = unwrap_if_dead(value)  # tensors from a transform that has ended are still wrapped
+            # Tensors keep the wrapper of a transform after the transform has ended.
+            values[place] = unwrap_if_dead(value)
     return inner(*values)

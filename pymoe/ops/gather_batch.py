@@ -14,15 +14,15 @@ from torch import Tensor
 from pymoe._common.contracts import check_gather_batch
 from pymoe._transforms import has_tangent, in_torch_func
 from pymoe.reference.gather_batch import gather_batch as reference
-from pymoe.reference.gather_batch import split_batch  # split_batch makes views: no kernel
+from pymoe.reference.gather_batch import split_batch  # split_batch makes views and needs no kernel
 
 __all__ = ["gather_batch", "split_batch"]
 
 
 def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     check_gather_batch(tensors)
-    # The native operator's derivative, registered below, covers backward passes only. The reference computes the other
-    # derivatives, which would be silently lost otherwise.
+    # The derivative of the native operator, registered below, covers backward passes only. The reference computes all
+    # other derivatives, which would be lost silently here.
     if in_torch_func() or has_tangent(*tensors):
         return reference(tensors)
     batch = torch.ops.pymoe.gather_batch([tensor.contiguous() for tensor in tensors])
@@ -38,8 +38,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The backward is registered with the operator. Other operators have a torch.autograd.Function, but torch.compile cannot
-# trace a Function that gets the same tensor twice, and a list may contain a tensor twice.
+# The backward is registered with the operator, and not a torch.autograd.Function as for other operators: torch.compile
+# cannot trace a Function that gets the same tensor twice, and a list may contain a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

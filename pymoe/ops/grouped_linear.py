@@ -97,11 +97,20 @@ def weight_grad(
     strides: tuple[int, ...],
     product: Callable[..., Tensor],
 ) -> Tensor:
-    """Return the gradient of a weight (E, N, H), laid out in memory like the weight, which has these ``strides``.
+    """Return the gradient of a weight (E, N, H), laid out in memory as ``strides``, the strides of the weight, require.
 
-    Autograd would copy a gradient with a different layout. So for a transposed view of an (E, H, N) parameter, return a
-    transposed view of an (E, H, N) gradient. The bits are the same, because only the two factors of each product are
-    swapped. ``product`` computes the gradient: a call of ``WeightGrad``, or its kernel alone.
+    Autograd would copy a gradient that is laid out differently from the weight. So for a transposed view of an
+    (E, H, N) parameter, return a transposed view of an (E, H, N) gradient. The bits are the same, because only the two
+    factors of each product are swapped.
+
+    Args:
+        grad: (S, N), the gradient of the product.
+        x: (S, H).
+        offsets: (E + 1,).
+        order: (S,), or None.
+        whole: as for :func:`raw`.
+        strides: the strides of the weight.
+        product: computes the gradient: a call of ``WeightGrad``, or its kernel alone.
     """
     if strides[1] < strides[2]:
         return product(x, grad, offsets, order, whole).transpose(1, 2)
@@ -129,7 +138,7 @@ class BiasGrad(torch.autograd.Function):
 
 def rows_of_bias(bias: Tensor, offsets: Tensor, rows: int, order: Tensor | None = None) -> Tensor:
     """Return the bias of every row's expert, (rows, N) for ``bias`` (E, N); zeros for rows without an expert."""
-    # This is a grouped linear layer without input features.
+    # Compute the biases of the rows by a grouped linear layer without input features.
     nothing, no_weight = bias.new_empty((rows, 0)), bias.new_empty((*bias.shape, 0))
     return call(GroupedLinear, nothing, no_weight, offsets, bias, order, False)  # type: ignore[no-any-return]
 
@@ -168,11 +177,11 @@ def raw(
         offsets: (E + 1,), contiguous.
         bias: (E, N), or None.
         order: (S,), contiguous, or None.
-        whole: True if ``offsets`` are an unchanged result of :func:`pymoe.ops.build_routing` and every choice has a
-            row, so that there is no capacity and there are no experts on other ranks. This saves two launches for each
-            product: one that brings offsets into range before torch's product reads them, and one that afterwards
-            clears the rows that no expert owns. The GPU does not check it: if it is wrong, rows that no expert owns may
-            have any values.
+        whole: True promises that ``offsets`` come unchanged from :func:`pymoe.ops.build_routing` and that every choice
+            has a row: no choice was dropped, for lack of capacity or because its expert is on another rank. This saves
+            two launches for each product: one that brings offsets into range before torch's product reads them, and one
+            that afterwards clears the rows that no expert owns. The GPU does not check the promise: if it is broken,
+            rows that no expert owns may have any values.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]
@@ -192,7 +201,8 @@ def _by_torch(device: int) -> bool:
     return load_operators().torch_multiplies(device)  # type: ignore[no-any-return]
 
 
-# Dynamo calls the function while it traces, and treats the result as a constant.
+# As torch.compiler.assume_constant_result does: Dynamo calls the function while it traces, and treats the result as a
+# constant.
 _by_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 

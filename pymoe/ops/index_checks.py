@@ -71,12 +71,12 @@ class check_indices:
 
 
 def are_on() -> bool:
-    """Return whether the debug mode is on, for callers of raw operators; the functions below test it themselves."""
+    """Return whether the debug mode is on. The functions below need no such test: they do nothing while it is off."""
     return _enabled
 
 
 def _kernel_checks(index: Tensor) -> bool:
-    """Return whether the kernel that will read ``index`` reports bad values itself."""
+    """Return whether the kernel that reads ``index`` raises errors for bad values itself."""
     return not index.is_cuda
 
 

@@ -10,7 +10,8 @@ import torch
 from pymoe._native import load_operators
 from pymoe._torch_private import dispatch_get_all_op_names, dispatch_has_kernel_for_dispatch_key
 
-_LIBRARY = torch.library.Library("pymoe", "IMPL")  # registrations last as long as this object
+# Kernels that are registered through this object stay registered as long as it lives.
+_LIBRARY = torch.library.Library("pymoe", "IMPL")
 
 refused: list[str] = []
 """The operators that refuse CUDA tensors: all in a build without CUDA kernels, else those of quantised weights."""

@@ -100,7 +100,7 @@ def product(
     """Return ``grouped_linear`` of these operands, computed by a package.
 
     Args:
-        package: a package that :class:`use_products_of` has loaded.
+        package: the package that computes the product, loaded by :class:`use_products_of`.
         x: (S, H) bfloat16.
         weight: (E, N, H) bfloat16.
         offsets: (E + 1,) int32. Values that are out of range or decrease are brought into range.
@@ -159,7 +159,7 @@ def _check(package: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-# DeepGEMM.
+# --- DeepGEMM
 
 
 class _DeepGemm(NamedTuple):
@@ -197,7 +197,8 @@ def _deep_gemm_module() -> ModuleType:
 class ContiguousLayout(NamedTuple):
     """DeepGEMM's "contiguous layout": the rows of every expert start at a multiple of the alignment in a padded buffer.
 
-    The host does not read the bounds, which are on the device, so the buffer has as many rows as may be needed at most.
+    The offsets are on the device, and the host does not wait for them. So the buffer has the largest number of rows
+    that the offsets could require.
     """
 
     place: Tensor
@@ -229,7 +230,8 @@ def contiguous_layout(bounds: Tensor, rows: int, alignment: int) -> ContiguousLa
     sizes = bounds.diff()
     ends = ((sizes + alignment - 1) // alignment * alignment).cumsum(0, dtype=torch.int32)
     number = torch.arange(rows, dtype=torch.int32, device=bounds.device)
-    padding = pad(ends, (1, 0)) - bounds  # (E + 1,): shift of each expert's rows; the last is for rows of no expert
+    # (E + 1,): how far the rows of each expert move; the last element is for rows without an expert.
+    padding = pad(ends, (1, 0)) - bounds
     place = number + padding[torch.searchsorted(bounds[1:], number, right=True)]
     begin = torch.arange(0, blocks * alignment, alignment, dtype=torch.int32, device=bounds.device)
     owner = torch.searchsorted(ends, begin, right=True)
@@ -253,13 +255,14 @@ def _by_deep_gemm(deep_gemm: _DeepGemm, x: Tensor, weight: Tensor, bounds: Tenso
     padded = x.new_zeros((places, x.shape[1])).index_copy_(0, layout.place, x)
     out = y.new_zeros((places, y.shape[1]))
     blackwell = torch.cuda.get_device_capability(x.device)[0] == 10
-    groups = layout.ends if blackwell else layout.experts  # as transformers passes them
+    # transformers passes the same to DeepGEMM.
+    groups = layout.ends if blackwell else layout.experts
     multiply, b = (deep_gemm.nt, weight) if weight.is_contiguous() else (deep_gemm.nn, weight.transpose(1, 2))
     multiply(padded, b, out, groups, use_psum_layout=blackwell)
     return out.index_select(0, layout.place)
 
 
-# QuACK.
+# --- QuACK
 
 
 def _load_quack() -> Callable[..., Tensor]:

@@ -62,7 +62,7 @@ class InputGrad(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep nothing, since there is no second derivative."""
+        """Save nothing, since there is no second derivative."""
 
     backward = staticmethod(refuse_second_gradient)  # type: ignore[assignment]
     tangent = staticmethod(refuse_tangents)

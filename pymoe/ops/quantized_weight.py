@@ -10,14 +10,15 @@ from torch import Tensor
 
 from pymoe._common.contracts import check_quantize_weight
 from pymoe._common.types import FORMATS, PACKED_ONLY, QuantizedWeight, WeightFormat, packed_shape
-from pymoe.reference.quantized_weight import dequantize_weight, pack_weight, unpack_weight  # these have no kernels
+from pymoe.reference.quantized_weight import dequantize_weight, pack_weight, unpack_weight
 from pymoe.reference.quantized_weight import quantize_weight as reference
 
 __all__ = ["dequantize_weight", "pack_weight", "quantize_weight", "unpack_weight"]
 
 
 def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
-    if format in PACKED_ONLY:  # allowed on the meta device only, where just the sizes matter
+    # These formats are allowed on the meta device only, where just the sizes matter.
+    if format in PACKED_ONLY:
         return reference(weight, bits, format)
     check_quantize_weight(weight, bits, format)
     _, outputs, inputs = weight.shape

@@ -44,20 +44,24 @@ def build_routing(
     check_build_routing(experts, num_experts, capacity, foreign_experts)
     check_experts("build_routing", experts, num_experts, foreign_experts)
     if capacity is not None:
-        capacity = min(capacity, ROW_LIMIT)  # a capacity of ROW_LIMIT drops nothing, and fits an int64
+        # A capacity of ROW_LIMIT drops nothing. A larger int might not fit into an int64 tensor.
+        capacity = min(capacity, ROW_LIMIT)
     tokens, choices = experts.shape
     rows = tokens * choices
     expert_S = experts.reshape(-1).long()
 
     all_experts = num_experts
-    if foreign_experts:  # count all foreign experts as one more expert, whose choices are dropped below
+    # Count all foreign experts as one additional expert. Its choices are dropped below.
+    if foreign_experts:
         expert_S = expert_S.clamp(max=num_experts)
         all_experts = num_experts + 1
 
-    order = torch.argsort(expert_S, stable=True)  # for each row of the full order, the index of its choice
+    # ``order`` has the index of the choice for each row, before any choice is dropped.
+    order = torch.argsort(expert_S, stable=True)
     load = torch.bincount(expert_S, minlength=all_experts)
     start = load.cumsum(0) - load
-    place = torch.empty_like(order)  # for each choice, the number of earlier choices of its expert
+    # ``place`` has, for each choice, the number of earlier choices of the same expert.
+    place = torch.empty_like(order)
     place[order] = torch.arange(rows, device=experts.device) - start[expert_S[order]]
 
     kept_load = load if capacity is None else load.clamp(max=capacity)

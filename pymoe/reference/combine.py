@@ -61,14 +61,15 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
     of_result = y.dtype
     if bias is not None:
         y = y.to(dtype) + bias_rows(bias, offsets, y.shape[0])
-    if y.shape[0] == 0:  # clamped indices need at least one row
+    # Clamped indices must be valid even if there are no rows.
+    if y.shape[0] == 0:
         y = torch.cat([y, y.new_zeros(1, y.shape[1])])
     weights_TK = None if weights is None else weights.to(dtype)
     total = torch.zeros(slot.shape[0], y.shape[1], dtype=dtype, device=y.device)
     for choice in range(slot.shape[1]):
         row = slot[:, choice]
         kept = row >= 0
-        # Replace both factors of a dropped choice: in the gradients, 0 times an infinity or NaN would be NaN.
+        # Replace both factors for dropped choices: in the gradients, 0 times an infinity or NaN would be NaN.
         term = torch.where(kept[:, None], y[row.clamp(min=0).long()].to(dtype), 0)
         if weights_TK is not None:
             term = spread(weights_TK[:, choice], 1, term.shape[1]) * term

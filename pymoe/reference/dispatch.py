@@ -1,4 +1,4 @@
-"""dispatch: gathers tokens' rows into experts' rows."""
+"""dispatch: copies each token's row to the rows of its experts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
     checks.slots_in_range("dispatch", routing)
     if out is not None:
         check_dispatch_out(x, routing, out)
-    # One copy for each choice, so that a token's gradients are added in the order of its choices.
+    # Make a copy for each choice, so that a token's gradients are added in the order of its choices.
     copies_SH = spread(x, 1, slot.shape[1], in_order=True).flatten(0, 1)
     slot_S = slot.reshape(-1)
     kept = slot_S >= 0

@@ -61,7 +61,7 @@ def expert_activation(
       them.
 
     With ``bias``, ``h[r] + bias[e]`` takes the place of ``h[r]``, for the expert e that owns row r. A row past
-    ``offsets[-1]`` has no expert, and its bias is zero. Pass it if ``h`` was computed without the bias.
+    ``offsets[-1]`` has no expert, and its bias is zero. Pass ``bias`` if ``h`` was computed without it.
 
     Forward and backward compute in float32 (float64 for float64) from ``h`` and ``bias``, and round once; nothing else
     is saved for the backward. NaN stays NaN; a row of the result depends only on the same row of ``h`` and on its bias.
@@ -79,7 +79,7 @@ def expert_activation(
 
     Raises:
         TypeError: a tensor does not have a dtype as above, ``kind`` is neither a string nor a ``ClampedSwiglu``, or a
-            field of the latter is of the wrong kind.
+            field of the latter has the wrong type.
         ValueError: ``kind`` is unknown, one of its fields is out of range, a shape or device does not fit, one of
             ``bias`` and ``offsets`` is missing, or ``offsets`` does not start at 0 or decreases.
         IndexError: ``offsets`` ends past S.

@@ -67,7 +67,8 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tensor)
 
 def erfc_in_fixed_steps(v: Tensor) -> Tensor:
     """Return 1 - erf of a float64 tensor, with full relative accuracy in the upper tail, too. Not differentiable."""
-    y = v.abs().clamp(max=30.0)  # erfc underflows to 0 beyond 30; clamp keeps NaN
+    # Beyond 30, erfc underflows to 0. clamp() keeps NaN.
+    y = v.abs().clamp(max=30.0)
     small = y.clamp(max=0.46875)
     erf = small * _ratio(_ERF, small * small)
     # e^(-y^2) = e^(-s^2) times a correction, where s is y rounded so that its square is exact
@@ -88,7 +89,8 @@ def log_in_fixed_steps(x: Tensor) -> Tensor:
     Not differentiable. With x = 2^k (1 + f), a polynomial in f / (2 + f) gives log(1 + f).
     """
     bits = x.view(torch.int64)
-    shift = bits - 0x3FE6A09E00000000  # upper 32 bits of 1 / sqrt 2, so that 1 / sqrt 2 <= 1 + f < sqrt 2
+    # Subtract the upper 32 bits of 1 / sqrt 2, so that 1 / sqrt 2 <= 1 + f < sqrt 2.
+    shift = bits - 0x3FE6A09E00000000
     k = shift >> 52
     f = (bits - (k << 52)).view(torch.float64) - 1.0
     s = f / (f + 2.0)
@@ -115,7 +117,7 @@ def sum_in_tree(values: Tensor, dim: int) -> Tensor:
 
 
 def sum_in_order(values: Tensor, dim: int) -> Tensor:
-    """Return the sum over ``dim``: add one element after the other, starting from +0."""
+    """Return the sum over ``dim``, starting from +0 and adding one element after the other."""
     total = torch.zeros_like(values.select(dim, 0)) if values.shape[dim] else values.sum(dim)
     for part in values.unbind(dim):
         total = total + part
@@ -275,7 +277,8 @@ class _LogSumExp(torch.autograd.Function):
         greatest = x.amax(dim=1)
         total = sum_in_lanes(exp_in_fixed_steps(x - greatest[:, None]))[:, 0]
         value = greatest + log_in_fixed_steps(total.to(torch.float64)).to(x.dtype)
-        return torch.where(greatest.isinf(), greatest, value)  # infinity - infinity would be NaN
+        # If the greatest element is infinite, return it: the formula would subtract infinity from infinity.
+        return torch.where(greatest.isinf(), greatest, value)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -87,7 +87,7 @@ def gate_topk(
         scores of the chosen experts (for softmax, through all logits of the token); the choice is constant.
 
     Raises:
-        TypeError: an argument is of the wrong kind or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
 
     Example:

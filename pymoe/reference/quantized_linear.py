@@ -33,9 +33,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     inputs with 8 bits, over a group of 32 with 4 bits. These sums become float32, are multiplied by their scales, and
     are added in the order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
 
-    In mxfp4 the integers are twice the values, -12 to 12; half the step makes up for it. A scale that is NaN makes its
-    output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs infinite or NaN that
-    would be finite otherwise.
+    In mxfp4 codes are multiplied as integers of twice their values, -12 to 12, and steps are halved in return. A scale
+    that is NaN makes its output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs
+    infinite or NaN that would be finite otherwise.
 
     In fp8 rows are not rounded to integers, but become float32. In each block of 128 inputs, fused multiply-adds in
     float32 add up the products with the values of the codes, in the order of the inputs, beginning with zero; the sums
@@ -123,12 +123,13 @@ class _InputGrad(torch.autograd.Function):
     @staticmethod
     def forward(grad: Tensor, packed: Tensor, offsets: Tensor, weight: QuantizedWeight) -> Tensor:
         wide = dequantize_weight(QuantizedWeight(packed, *weight[1:]))
-        with torch.autocast(grad.device.type, enabled=False):  # a backward pass may run where autocast is on
+        # Autocast may be on where the backward pass runs; it would change the dtypes of the product.
+        with torch.autocast(grad.device.type, enabled=False):
             return grouped_linear(grad, wide.to(grad.dtype).transpose(1, 2).contiguous(), offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep nothing, since there is no second derivative."""
+        """Save nothing, since there is no second derivative."""
 
     backward = staticmethod(refuse_second_gradient)  # type: ignore[assignment]
 
@@ -154,9 +155,11 @@ def _multiply(x: Tensor, packed: Tensor, offsets: Tensor, bias: Tensor | None, w
 
 
 def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor | None, number: int) -> Tensor:
-    """Return the products (rows, N) with weights in integers or in MXFP4; see :func:`quantized_linear`."""
+    """Return the products of ``x`` with weights in integers or MXFP4, (rows, N), as :func:`quantized_linear` specifies
+    them.
+    """
     if number == 14:
-        codes = codes * 2  # multiples of 1/2 become integers
+        codes = codes * 2  # twice a value of MXFP4 is an integer
     integers, steps = round_rows(x)
     inputs = codes.shape[1]
     y = x.new_zeros(x.shape[0], codes.shape[0], dtype=torch.float32)
@@ -166,7 +169,8 @@ def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor 
         for start in range(first, last, last - first if number == 8 else GROUP):
             stop = last if number == 8 else start + GROUP
             left, right = integers[:, start:stop], codes[:, start:stop].double()
-            dot = (left @ right.T).float()  # exact in float64 in any order, then rounded once
+            # In float64 the product is exact, whatever the order of its sums. It is then rounded once, to float32.
+            dot = (left @ right.T).float()
             total = dot if number == 8 else total + dot * scale[:, start // GROUP]
             if minimum is not None:
                 total = total + left.sum(dim=1).float()[:, None] * minimum[:, start // GROUP]
@@ -175,10 +179,11 @@ def _multiply_integers(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor 
 
 
 def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the products (rows, N) with ``values``, scaled by ``scale`` for each block of inputs if it is given.
+    """Return the products of ``x`` with the weights ``values``, (rows, N), as :func:`quantized_linear` specifies them.
 
-    See :func:`quantized_linear`. Blocks do not depend on each other, so each step takes the next input of all blocks.
-    Rows are processed in parts that fit into a cache.
+    ``scale`` has a factor for each output and block of inputs; None means that there are no factors. The sums of
+    different blocks do not depend on each other, so each step adds the next input of all blocks. Rows are processed in
+    parts that fit into a cache.
     """
     outputs, blocks = len(values), up(values.shape[1], BLOCK) // BLOCK
     left = F.pad(x, (0, blocks * BLOCK - x.shape[1])).view(len(x), 1, blocks, BLOCK)
@@ -188,9 +193,9 @@ def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
-    # Values of e4m3 have 4 significant bits. If x has 20, and is neither too small nor too large, products have 24:
-    # they are exact in float32, and multiplying and adding gives the bits of the fused operation. This is so for x in
-    # float16, and for x in bfloat16 within these bounds.
+    # Values of e4m3 have 4 significant bits. If x has at most 20 significant bits, and is neither too small nor too
+    # large, a product has at most 24 and is exact in float32. Multiplying and adding then give the bits of the fused
+    # operation. This is so for x in float16, and for x in bfloat16 within these bounds.
     size = left.abs()
     fit = ((left.view(torch.int32) & 15) == 0) & ((size == 0) | ((size >= 2.0**-117) & (size < 2.0**119)))
     exact = scale is not None and bool(fit.all())
@@ -204,7 +209,7 @@ def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round ``x`` to integers times a step for each row and block.
+    """Round each row of ``x`` to integers times a step, with a separate step for every block of inputs.
 
     Return the integers, (rows, inputs) float64 with inputs padded to whole blocks, and the steps, (rows, blocks).
     """

@@ -92,7 +92,7 @@ DTYPES = {18: torch.float8_e4m3fn, 22: torch.uint8, 24: torch.uint8, 28: torch.u
 
 
 def check_values(weight: Tensor) -> None:
-    if weight.is_meta or isinstance(weight, FakeTensor):  # such tensors have no values
+    if weight.is_meta or isinstance(weight, FakeTensor):  # meta and fake tensors have no values
         return
     bad = ~(weight.abs() <= LARGEST)
     if bool(bad.any()):
@@ -107,7 +107,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
 
     The weights are first rounded to float32. With 8 bits the scale of an output row is its largest magnitude over 127,
     and rounding changes a weight by at most half the scale. With 4 bits the grid of a group of 32 inputs goes from the
-    group's least weight, or from zero if that is positive, to its greatest. A search over six narrower and wider grids,
+    group's least weight (zero if that weight is positive) to its greatest. A search over six narrower and wider grids,
     each fitted by least squares, replaces this grid if the sum of squared errors becomes smaller. Then scales and
     minima are rounded to integers of 6 bits times the largest of their super-block over 63. Of each rounded scale and
     its two neighbours, each with the minimum that fits it, the one with the smallest sum of squared errors is taken. On
@@ -121,14 +121,14 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
     With the format "mxfp" the scale of a group of 32 inputs is the greatest power of two that is at most a quarter of
     its largest magnitude (2**-127 at least), and weights become the nearest values of the grid, which ends at 6 times
     the scale; a weight halfway between two values takes the one with the even code. This is the conversion of section
-    6.3 of the OCP Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: the
-    format is meant for weights that are already in it in a checkpoint, see :func:`pack_weight`.
+    6.3 of the OCP Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: use
+    this format for weights that a checkpoint already stores in it, see :func:`pack_weight`.
 
     With the format "fp" the scale of a block of 128 outputs and 128 inputs (fewer at the ends) is its largest magnitude
     over 448, and each weight divided by its scale becomes the nearest value of e4m3; halfway between two values, the
     one with the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. This is how DeepSeek-V3
     was quantised (``act_quant`` of its inference code). The error is 2.6 % on normally distributed weights, more than
-    with integers of 8 bits: this format, too, is meant for weights that are already in it in a checkpoint.
+    with integers of 8 bits: use this format, too, for weights that a checkpoint already stores in it.
 
     The packed bytes are the same on every processor and for any number of threads.
 
@@ -143,8 +143,7 @@ def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> 
 
     Raises:
         TypeError: ``weight`` is not a floating tensor, ``bits`` not an int, or ``format`` not a str.
-        ValueError: the rank does not fit, ``bits`` and ``format`` are not as above, or a weight is NaN, infinite or
-            too large.
+        ValueError: the rank does not fit, ``bits`` and ``format`` are not as above, or a weight is not as above.
 
     Example:
         >>> weight = torch.randn(4, 64, 128)  # E linear layers, (E, N, H)
@@ -170,8 +169,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     With ``offsets`` the format is "affine", and a weight is ``scale * code + offset``: there is a scale and an offset
     for each output and G inputs, where G is 32 with 8 bits, 128 with 4 bits, and 16 with 2 bits. If groups are larger,
     or whole rows share a scale, repeat scales and offsets. Where another program has a zero point z,
-    ``scale * (code - z)``, the offset is ``-scale * z``. This is exact in float32 if the scale comes from a format of
-    16 bits and z has at most 8.
+    ``scale * (code - z)``, the offset is ``-scale * z``, which is exact if the scale has 16 bits and z at most 8 bits.
 
     Without ``offsets`` the dtype of the codes determines the format:
 
@@ -183,8 +181,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
       each block of 128 outputs and 128 inputs, of which the last may be cut short; or with a scale for each output and
       128 inputs. If there is only one scale for each output, (E, N, 1), expand it to all blocks of inputs.
 
-    Every code, scale and offset is kept, including NaN (in MXFP4, a scale of 255): :func:`unpack_weight` returns the
-    same bytes.
+    Every code, scale and offset is kept, NaN included (a scale of 255 in MXFP4): :func:`unpack_weight` returns it.
 
     Args:
         codes: with offsets (E, N, H) uint8, below 2**bits; for MXFP4 (E, N, H / 32, 16) uint8; for
@@ -228,7 +225,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     experts, outputs, groups = scales.shape
     number = FORMATS["mxfp", 4]
     packed = codes.new_empty(packed_shape(number, outputs, groups * GROUP, experts))
-    for expert in range(experts):  # one at a time, since the codes in a byte each take twice the memory
+    for expert in range(experts):  # one expert at a time, since unpacked codes take twice the memory
         pairs = codes[expert : expert + 1]
         wide = torch.stack([pairs & 15, pairs >> 4], dim=4).flatten(3)
         packed[expert : expert + 1] = _groups_in_tiles(scales[expert : expert + 1, ..., None], wide)
@@ -236,7 +233,8 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
 
 
 def _check_codes(codes: Tensor, bits: int) -> None:
-    if bits == 8 or codes.is_meta or isinstance(codes, FakeTensor):  # the latter two have no values
+    # All codes of 8 bits are valid, and meta and fake tensors have no values.
+    if bits == 8 or codes.is_meta or isinstance(codes, FakeTensor):
         return
     most = 2**bits - 1
     above = codes > most
@@ -317,7 +315,8 @@ def wide_weights(weight: QuantizedWeight) -> Tensor:
     """Return the weights, (E, tiles * 64, inputs) float32, with outputs and inputs padded."""
     codes, scale, minimum = unpack(weight)
     inputs, number = codes.shape[2], number_of(weight)
-    alike = max(inputs, 1) if number == 8 else RUNS[number][0] if number in RUNS else GROUP  # inputs that share a scale
+    # ``alike`` is the number of successive inputs that share a scale.
+    alike = max(inputs, 1) if number == 8 else RUNS[number][0] if number in RUNS else GROUP
 
     def by_input(ends: Tensor) -> Tensor:
         return ends.repeat_interleave(alike, dim=-1)[..., :inputs]
@@ -326,17 +325,17 @@ def wide_weights(weight: QuantizedWeight) -> Tensor:
         wide = by_input(scale) * codes
         return wide if minimum is None else wide + by_input(minimum)
     assert minimum is not None
-    for expert in range(codes.shape[0]):  # one at a time, since this takes many bytes per weight
+    for expert in range(codes.shape[0]):  # one expert at a time, since this takes many bytes per weight
         codes[expert] = fused_multiply_add(by_input(scale[expert]), codes[expert], by_input(minimum[expert]))
     return codes
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return ``a * b + c`` of float32 tensors with one rounding, the fusedMultiplyAdd of IEEE 754."""
-    product, addend = a.double() * b.double(), c.double()  # the product is exact
+    product, addend = a.double() * b.double(), c.double()  # the product is exact: its 48 bits fit into a float64
     total = product + addend
     part = total - product
-    error = (product - (total - part)) + (addend - part)  # the exact error of the sum (Knuth's two-sum)
+    error = (product - (total - part)) + (addend - part)  # Knuth's two-sum: the exact error of the sum.
     # Replace an inexact sum by its float64 neighbour whose last bit is 1. Rounding it to float32 gives the same as
     # rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     bits = total.view(torch.int64)
@@ -391,7 +390,7 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     halves = rows[..., 16:].unflatten(3, (SUPER // 2, 1, GROUP))
     codes = torch.cat([halves & 15, halves >> 4], dim=4).flatten(2, 4)
     factors = rows[..., :4].contiguous().view(torch.float16)
-    powers = rows.new_full(rows.shape[:2], 127)  # 2**0
+    powers = rows.new_full(rows.shape[:2], 127)  # p = 127: the power of a row is 2**0
     packed = _pack_supers(codes, factors, fields_of_q4_k(rows[..., 4:16]), powers)
     return QuantizedWeight(packed, 4, outputs, supers * SUPER * GROUP)
 
@@ -412,7 +411,7 @@ def fields_of_q4_k(fields: Tensor) -> Tensor:
 def power_of_two(exponents: Tensor) -> Tensor:
     """Return 2**(e - 127) in float32 for e8m0 exponents e (bytes): 2**-127 to 2**127, and NaN for 255."""
     bits = exponents.int()
-    ends = (bits == 0) | (bits == 255)  # 2**-127 is subnormal; without this bit the other end would be infinity
+    ends = (bits == 0) | (bits == 255)  # 0 gives 2**-127, a subnormal, and 255 NaN: both need a bit of the mantissa
     return (bits << 23 | torch.where(ends, 1 << 22, 0).int()).view(torch.float32)
 
 
@@ -431,7 +430,7 @@ def _unpack_supers(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor,
     words = by_super[..., 4 * TILE : SUPER_BYTES].reshape(-1).view(torch.int32).view(experts, tiles, supers, 3, TILE)
     bits = words[..., None, :] >> torch.arange(32, dtype=torch.int32, device=packed.device)[:, None] & 1
     sixes = bits.reshape(experts, tiles, supers, 2, SUPER, 6, TILE).float()
-    fields = (sixes * 2.0 ** torch.arange(6, device=packed.device)[:, None]).sum(5)  # exact in any order
+    fields = (sixes * 2.0 ** torch.arange(6, device=packed.device)[:, None]).sum(5)  # the sum is exact in any order
     _, codes = _groups_of_tiles(by_super[..., SUPER_BYTES:].flatten(2), 0)
     return (
         codes[:, :, :groups],
@@ -447,7 +446,8 @@ def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor)
     tiles, supers = rows // TILE, factors.shape[2]
     halves = factors.half().view(experts, tiles, TILE, supers, 2).permute(0, 1, 3, 4, 2)
     sixes = fields.to(torch.uint8).flatten(3).unflatten(3, (4, 4)).unbind(4)
-    three = torch.stack([sixes[i] >> 2 * i | sixes[i + 1] << 6 - 2 * i for i in range(3)], dim=4)  # bytes for four
+    # Four fields of 6 bits fill three bytes.
+    three = torch.stack([sixes[i] >> 2 * i | sixes[i + 1] << 6 - 2 * i for i in range(3)], dim=4)
     words = three.view(experts, tiles, TILE, supers, 3, 4).permute(0, 1, 3, 4, 2, 5)
     head = torch.cat([_bytes(halves.flatten(3)), words.flatten(3)], dim=3)
     filled = F.pad(codes, (0, 0, 0, supers * SUPER - groups)).to(torch.uint8)
@@ -457,9 +457,9 @@ def _pack_supers(codes: Tensor, factors: Tensor, fields: Tensor, powers: Tensor)
 
 
 def _groups_of_tiles(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the ``heads`` bytes before each group's codes, (E, rows, groups, heads), and the codes in a byte each.
+    """Return the bytes before each group's codes, (E, rows, groups, heads), and the codes, (E, rows, groups, 32) uint8.
 
-    The codes are (E, rows, groups, 32).
+    ``packed`` are tiles of groups; ``heads`` is the number of bytes that precede the codes of a group and output.
     """
     experts, tiles, _ = packed.shape
     head_bytes = heads * TILE
@@ -468,7 +468,7 @@ def _groups_of_tiles(packed: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     by_group = packed.reshape(experts, tiles, groups, group_bytes)
     first = by_group[..., :head_bytes].reshape(experts, tiles, groups, heads, TILE)
     halves = by_group[..., head_bytes:].reshape(experts, tiles, groups, GROUP // 8, TILE, 4)
-    codes = torch.stack([halves & 15, halves >> 4], dim=5)  # (E, tiles, groups, 4, 64, 2, 4)
+    codes = torch.stack([halves & 15, halves >> 4], dim=5)  # codes: (E, tiles, groups, 4, 64, 2, 4)
     rows = (experts, tiles * TILE, groups)
     return first.permute(0, 1, 4, 2, 3).reshape(*rows, heads), codes.permute(0, 1, 4, 2, 3, 5, 6).reshape(*rows, GROUP)
 
@@ -492,9 +492,9 @@ def _runs_of_tiles(number: int, packed: Tensor, input_features: int) -> list[Ten
     experts, tiles, _ = packed.shape
     size, heads = RUNS[number]
     bits = number % 10
-    line, head = TILE * bits // 8, TILE * 4 * heads  # bytes of the codes of one input, and bytes before codes
+    line, head = TILE * bits // 8, TILE * 4 * heads  # line: bytes of an input's codes; head: bytes before a run's codes
     padded = up(input_features, GROUP)
-    whole, rest = padded // size, padded % size  # Dynamo traces no divmod of sizes
+    whole, rest = padded // size, padded % size  # not divmod(), because Dynamo cannot trace it for sizes
     first, last = packed.split([whole * (head + size * line), head + rest * line if rest else 0], dim=2)
     runs = first.reshape(experts, tiles, whole, head + size * line)
     numbers = torch.cat([runs[..., :head].flatten(2), last[..., :head]], dim=2).reshape(-1).view(torch.float32)
@@ -515,7 +515,7 @@ def _runs_in_tiles(number: int, heads: tuple[Tensor, ...], codes: Tensor) -> Ten
     line = TILE * bits // 8
     tiles, padded = up(outputs, TILE) // TILE, up(inputs, GROUP)
     packed = codes.new_empty(packed_shape(number, outputs, inputs, experts), dtype=torch.uint8)
-    for expert in range(experts):  # one at a time, since this makes copies
+    for expert in range(experts):  # one expert at a time, since this makes copies
         filled = F.pad(codes[expert], (0, padded - inputs, 0, tiles * TILE - outputs))
         by_input = filled.view(tiles, TILE, padded).transpose(1, 2)
         if line < TILE:
@@ -551,14 +551,14 @@ def _pack_int4(wide: Tensor) -> Tensor:
     _, outputs, inputs = wide.shape
     wide = F.pad(wide, (0, 0, 0, up(outputs, TILE) - outputs))
     largest = wide.abs().amax(dim=2) if inputs else wide.new_zeros(wide.shape[:2])
-    powers = ((largest.view(torch.int32) >> 23) - 19).clamp(min=0)  # the largest over its power of two is below 2**20
+    powers = ((largest.view(torch.int32) >> 23) - 19).clamp(min=0)  # p: a row divided by 2**(p - 127) is below 2**20
     wide = wide * (254 - powers << 23).view(torch.float32)[..., None]
     whole, rest = divmod(inputs, GROUP)
     parts = [wide[:, :, : whole * GROUP].unflatten(2, (whole, GROUP))]
     if rest:
         parts.append(wide[:, :, None, whole * GROUP :])
     scales, minima = (torch.cat(ends, dim=2) for ends in zip(*(_fit_groups(part) for part in parts), strict=True))
-    ends = torch.stack([scales, 0 - minima])  # minima without their sign
+    ends = torch.stack([scales, 0 - minima])  # negate the minima, which are at most zero
     groups, supers = ends.shape[3], up(inputs, SUPER * GROUP) // (SUPER * GROUP)
     by_super = F.pad(ends, (0, supers * SUPER - groups)).unflatten(3, (supers, SUPER))
     factors = (by_super.amax(dim=4) / LARGEST_FIELD).half().float()
@@ -579,7 +579,7 @@ def _pack_mxfp4(wide: Tensor) -> Tensor:
     inputs = wide.shape[2]
     groups = F.pad(wide, (0, up(inputs, GROUP) - inputs)).unflatten(2, (up(inputs, GROUP) // GROUP, GROUP))
     magnitudes = groups.abs()
-    # The exponent of the largest magnitude minus 2, the exponent of the largest value of a code, 6.
+    # The exponent of the group's largest magnitude, minus 2: the largest value of a code, 6, has the exponent 2.
     scales = ((magnitudes.amax(dim=3).view(torch.int32) >> 23) - 2).clamp(min=0)
     scaled = magnitudes * (254 - scales << 23).view(torch.float32)[..., None]
     codes = groups.signbit().to(torch.uint8) << 3
@@ -600,7 +600,7 @@ def _pack_fp8(wide: Tensor) -> Tensor:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Return the bytes of the elements, along the last dimension."""
+    """Reinterpret the elements of the last dimension as bytes; return (..., bytes) uint8."""
     *sizes, last = values.shape
     return values.reshape(-1).view(torch.uint8).view(*sizes, last * values.element_size())
 
@@ -632,11 +632,11 @@ def _fit_groups(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_groups(values: Tensor, ends: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers s and m of 6 bits, (2, E, N, G), and the codes, (E, N, G, count).
+    """Round groups' scales and minima to integers s and m; return these, (2, E, N, G), and codes, (E, N, G, count).
 
     Args:
-        values: (E, N, G, count), the groups' weights.
-        ends: (2, E, N, G), the unrounded scales and negated minima of the groups.
+        values: (E, N, G, count), the weights of the groups.
+        ends: (2, E, N, G), the scales of the groups, and their minima with the opposite sign.
         factors: (2, E, N, G), d and dmin of each group's super-block.
     """
     d, dmin = factors
@@ -662,9 +662,10 @@ def _nearest_field(values: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _fit(above: Tensor, codes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and minimum that fit ``scale * codes + minimum`` to ``above + least`` by least squares.
+    """Fit ``scale * codes + minimum`` to the weights of each group by least squares; return the scale and the minimum.
 
-    Minima are never positive: where the fitted one would be, it is set to zero and the scale is fitted again for that.
+    ``above`` are the weights minus ``least``. The minimum must not be positive: where it would be, the result is the
+    minimum zero and the scale that fits best with it.
     """
     count = float(codes.shape[3])
     sum_codes, sum_squares = _sum(codes), _sum(codes * codes)
@@ -686,12 +687,12 @@ def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tens
 
 
 def _inverse(step: Tensor) -> Tensor:
-    """Return 1 / step, or 0 if the step is 0."""
+    """Return 1 / ``step``, and 0 where ``step`` is 0."""
     return torch.where(step > 0, torch.where(step > 0, step, 1).reciprocal(), 0)
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Add up the last dimension from first to last."""
+    """Return the sum over the last dimension, added from first to last."""
     total = torch.zeros_like(values[..., 0])
     for value in values.unbind(-1):
         total = total + value

@@ -47,8 +47,10 @@ def exp_in_fixed_steps(x: Tensor) -> Tensor:
             5.0000001201e-1,
         ]
         integer, bias, mantissa = torch.int32, 127, 23
-    clamped = x.clamp(low, high)  # keeps a NaN
-    n = (clamped * 1.44269504088896341 + magic) - magic  # adding and subtracting `magic` rounds to an integer
+    # clamp() keeps NaN.
+    clamped = x.clamp(low, high)
+    # Adding and subtracting ``magic`` rounds to an integer.
+    n = (clamped * 1.44269504088896341 + magic) - magic
     r = (clamped - n * ln2_high) - n * ln2_low
     p = torch.full_like(r, coefficients[0])
     for coefficient in coefficients[1:]:
@@ -62,7 +64,10 @@ def exp_in_fixed_steps(x: Tensor) -> Tensor:
 
 
 def sum_in_lanes(values: Tensor) -> Tensor:
-    """Return the sum (T, 1) of (T, E): lane i adds values i, i + 16, …; then lanes i and i + 8, i + 4, … are added."""
+    """Return the sum (T, 1) of the rows of (T, E) values, added in 16 lanes.
+
+    Lane i adds the values i, i + 16, and so on. Then lane i + 8 is added to lane i, then i + 4, i + 2 and i + 1.
+    """
     lanes = values.new_zeros((values.shape[0], SUM_LANES))
     for chunk in values.split(SUM_LANES, dim=1):
         lanes = lanes + torch.nn.functional.pad(chunk, (0, SUM_LANES - chunk.shape[1]))
@@ -84,7 +89,7 @@ def scores_in_fixed_steps(logits: Tensor, score: Score) -> Tensor:
 
 
 def order_key(values: Tensor) -> Tensor:
-    """Return integers in the order of choice: -0 ties with +0; NaNs tie with each other, above all numbers.
+    """Return integers that sort as the gate ranks values: -0 ties with +0; NaNs tie with each other, above all numbers.
 
     The key of a float32 is an int32, the key of a float64 an int64. No value has the least integer as its key, so the
     gate uses that integer as the key of experts that must not be chosen.

@@ -45,7 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LoadCallback":  # lazy: the module of its base class imports PEFT and accelerate
+    # LoadCallback is imported on first use, because the module of its base class imports PEFT and accelerate.
+    if name == "LoadCallback":
         from pymoe.integrations.transformers.load_callback import LoadCallback
 
         return LoadCallback

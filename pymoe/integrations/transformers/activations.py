@@ -29,7 +29,8 @@ def _without_alpha(experts: Any, limit: float) -> ActivationKind | None:
 _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     (f"transformers.models.{model}.modeling_{model}", name): kind_of
     for model, name, kind_of in (
-        # Its own gate is silu(gate) * up in float32, rounded once. pymoe computes swiglu in this way for every model.
+        # BeamExperts itself computes silu(gate) * up in float32 and rounds once, as pymoe computes swiglu for every
+        # model.
         ("beam", "BeamExperts", lambda experts: "swiglu" if _is_silu(experts.act_fn) else None),
         ("deepseek_v4", "DeepseekV4Experts", lambda experts: _without_alpha(experts, experts.limit)),
         ("glm5_next", "Glm5NextTextExperts", lambda experts: ClampedSwiglu(experts.swiglu_limit)),
@@ -90,8 +91,8 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
 def dense_activation(network: nn.Module) -> Activation | None:
     """Return the activation between the linear layers of a dense network that serves as shared experts.
 
-    It is a kind of :func:`pymoe.ops.expert_activation` if one computes the same. Otherwise it is a function if the
-    network has a ``gate_proj``, else None.
+    This is a kind of :func:`pymoe.ops.expert_activation` if a kind computes the same. Otherwise it is a function, or
+    None if the network has no ``gate_proj``.
     """
     clamped = _CLAMPED_NETWORKS.get(place(type(network)))
     if clamped is not None:
@@ -149,7 +150,8 @@ def _with_gate(act_fn: Any) -> ActivationKind | None:
 
 def _without_gate(act_fn: Any) -> ActivationKind | None:
     """Return the kind of activation that equals ``act_fn``, or None if there is none."""
-    if type(act_fn) is nn.ReLU:  # a subclass may compute anything
+    # Compare the classes themselves, because a subclass may compute anything.
+    if type(act_fn) is nn.ReLU:
         return "relu"
     if type(act_fn) is nn.GELU:
         return "gelu" if act_fn.approximate == "none" else "gelu_tanh"

@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts, as products with rows: ``rows @ down[e].T @ up[e].T`` next to the experts' products.
+"""Low-rank adapters of experts as products with rows: ``rows @ down[e].T @ up[e].T`` is added to the experts' products.
 
 A wrapper around an experts module :func:`lends <lend>` the module adapters for one call; the implementation of the
 experts :func:`takes <take>` them. No tensor as large as the experts' weights is computed.

@@ -72,7 +72,7 @@ class _Integers(StoredRows):
         """
 
     def tensors_in(self, files: Iterable[str]) -> set[str]:
-        """Return the names of the tensors of quantised weights in those files that are safetensors."""
+        """Return the names of the tensors of quantised weights in the safetensors files among ``files``."""
         found: dict[str, set[str]] = {}
         for name in (name for file in opened(files) for name in list(file.keys())):
             path, _dot, part = name.rpartition(".")
@@ -94,7 +94,7 @@ class _Integers(StoredRows):
         if bias is not None and bool(bias.any()):
             raise ValueError("expected no bias, or zeros for it, as the model has none, got other numbers")
         codes, scales, zeros = self._read_checked(parts)
-        products = scales.double() * zeros.double()  # exact: the factors have at most 24 and 8 bits
+        products = scales.double() * zeros.double()  # products are exact: factors have at most 24 and 8 bits
         offsets = -products.float()
         if not torch.equal(offsets.double(), -products):
             raise ValueError("expected zero points times scales to be float32 without rounding, which they are not")
@@ -114,7 +114,7 @@ class _Integers(StoredRows):
         return pack_weight(rows[..., :inputs], scales, offsets, bits=self.bits).packed
 
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return ``(q - z) * s`` in float32, rounded once."""
+        """Return ``(q - z) * s`` for codes q, zero points z and scales s, in float32, rounded once."""
         codes, scales, zeros = self._read_checked(parts)
         inputs = codes.shape[1]
         size = inputs if self.group is None else self.group
@@ -133,11 +133,11 @@ class _Integers(StoredRows):
         return codes, scales, zeros
 
     def _own_groups(self, inputs: int) -> int:
-        """Return the number of groups of inputs in the format "affine"."""
+        """Return the number of groups into which pymoe's format "affine" divides ``inputs`` inputs."""
         return up(inputs, GROUPS[self.bits]) // GROUPS[self.bits]
 
     def _groups(self, inputs: int) -> int:
-        """Return the number of groups of inputs in the files."""
+        """Return the number of groups into which the files divide ``inputs`` inputs."""
         return 1 if self.group is None else up(inputs, self.group) // self.group
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
@@ -205,7 +205,7 @@ class _CompressedTensors(_Integers):
         return super()._required + (() if self.symmetric else ("weight_zero_point",))
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
-        """Raise as other formats do, unless an index is -1: in compressed-tensors, that means that no order was set."""
+        """Raise as for other methods, but allow an index of -1: it means that compressed-tensors has set no order."""
         index = parts.get("weight_g_idx")
         if index is None or not bool((index == -1).any()):
             super()._check_order(parts, inputs)
@@ -229,7 +229,7 @@ class _CompressedTensors(_Integers):
 
 
 def _part(parts: Mapping[str, Tensor], part: str, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> Tensor:
-    """Return a part; raise ValueError unless it has this shape (None allows any size) and one of these dtypes."""
+    """Return the tensor ``part``; raise ValueError unless it has this shape (None: any) and one of these dtypes."""
     tensor = parts[part]
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or any(one not in (None, size) for one, size in zip(shape, sizes, strict=True)):
@@ -254,7 +254,9 @@ def _gptq(entries: Mapping[str, Any]) -> StoredRows:
         raise _refused("GPTQ", "checkpoint_format 'gptq' or 'gptq_v2'", layout)
     less = 1 if layout == "gptq" else 0
     bits, group = entries.get("bits"), entries.get("group_size")
-    rules = [entries]  # and GPTQModel's rules for layers, by a pattern of names; those of "-:" are not quantised
+    # Besides the entries for all layers, GPTQModel has rules for layers whose names match a pattern. Layers that match
+    # a pattern with the prefix "-:" are not quantised.
+    rules = [entries]
     dynamic = _mapping("GPTQ", entries, "dynamic")
     for pattern in (one for one in dynamic if not one.startswith("-:")):
         rules.append(rule := _mapping("GPTQ", dynamic, pattern))
@@ -313,7 +315,13 @@ raises ValueError if pymoe does not read the format."""
 
 
 def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, **named: Any) -> StoredRows:
-    """Return a format with the fewest bits of "affine" that keep such codes and groups."""
+    """Return the format for files of the quantisation method ``method``, which errors call ``name``.
+
+    Among pymoe's formats "affine", take the one with the fewest bits that represents these codes and groups exactly.
+
+    Raises:
+        ValueError: no format represents such codes and groups.
+    """
     if not isinstance(code_bits, int) or code_bits not in (4, 8):
         raise _refused(name, "bits of 4 or 8", code_bits)
     if not isinstance(group, int) or group < -1 or group == 0 or (group > 0 and group % GROUPS[8]):

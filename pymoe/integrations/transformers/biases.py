@@ -105,7 +105,10 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
 
 
 def refuse_to_save(model: nn.Module, state_dict: object) -> None:
-    """Raise ValueError if ``save_pretrained`` would write added biases, which ``from_pretrained`` would drop."""
+    """Raise ValueError if ``save_pretrained`` would write biases of :func:`add_expert_biases`, which are not 0.
+
+    ``from_pretrained`` would drop them.
+    """
     for name, module in model.named_modules():
         if isinstance(module, ExpertBias) and module.bias is not None and module.bias.any():
             raise ValueError(
@@ -136,7 +139,9 @@ def _mode(added: ExpertBias) -> Choosing:
 
 
 class _Hook:
-    """A forward pre-hook of experts: checks the choice, and makes the backward pass count its load."""
+    """A forward pre-hook of experts. It checks the router's choice, and makes the backward pass count the load of that
+    choice.
+    """
 
     def __init__(self, added: ExpertBias, chosen_by: ModeAround[Choosing] | None) -> None:
         self.added = added
@@ -151,14 +156,15 @@ class _Hook:
         return x_TH, experts_TK, self.added.count(weights_TK, load)
 
     def _check(self, experts: nn.Module, experts_TK: Tensor, mode: Choosing | None) -> None:
-        """Raise unless the bias has changed the choice as it should."""
+        """Raise ValueError unless the router has chosen as the bias requires."""
         problem = ""
         if mode is None or mode.indices is None:
             problem = "chooses in another way"
         elif mode.groups:
             problem = "chooses groups of experts first"
         elif not self.checked and not torch.equal(mode.indices.reshape(experts_TK.shape), experts_TK):
-            problem = "changes the choice"  # tested in the first call only, since it waits for the device
+            # The choices are compared in the first call only, since the comparison waits for the device.
+            problem = "changes the choice"
         if problem:
             raise ValueError(
                 f"add_expert_biases: expected a router that chooses by one torch.topk among {self.added.num_experts} "

@@ -137,19 +137,24 @@ def to_transformers(moe: MoE, block_class: Callable[..., nn.Module], config: Any
 
 
 class _Part(NamedTuple):
-    """A tensor of the layer, and the tensors of the block whose concatenation it is."""
+    """A tensor of the layer that is the concatenation of tensors of the block."""
 
     layer_key: str
     block_keys: tuple[str, ...]
     transposed: bool = False
 
     def joined(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Tensor:
-        """Return the layer's tensor, copied from the ``state`` of the block; ``shapes`` are those of the layer."""
+        """Return the tensor of the layer, made from ``state``, the state of the block; ``shapes`` are the layer's
+        shapes, by key.
+        """
         tensor = torch.cat([state[key] for key in self.block_keys])
         return (tensor.transpose(1, 2).contiguous() if self.transposed else tensor).reshape(shapes[self.layer_key])
 
     def split(self, state: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the block's keys and tensors, copied from the ``state`` of the layer; ``shapes`` are the block's."""
+        """Yield the keys and tensors of the block, made from ``state``, the state of the layer.
+
+        ``shapes`` are the block's shapes, by key.
+        """
         tensor = state[self.layer_key]
         pieces = (tensor.transpose(1, 2) if self.transposed else tensor).chunk(len(self.block_keys))
         for key, piece in zip(self.block_keys, pieces, strict=True):
@@ -161,7 +166,7 @@ def _flags(block: Any, plan: Plan) -> interface.Flags:
 
 
 def _weights(block: Any, plan: Plan) -> tuple[str, str]:
-    """Return the names of the two weights of the block's experts."""
+    """Return the names of the two stacked weights of the block's experts."""
     return ("gate_up_proj" if _flags(block, plan).gated else "up_proj"), "down_proj"
 
 
@@ -231,7 +236,11 @@ def _plan(name: str, block_class: Any) -> Plan:
 
 
 def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
-    """Return the arguments of :class:`MoE` that describe the block, except ``bias_update_rate``; raise if none do."""
+    """Return the arguments of :class:`MoE` that describe the block, except ``bias_update_rate``.
+
+    Raises:
+        ValueError: no arguments describe the block.
+    """
     kind, flags = type(block).__name__, _flags(block, plan)
     assumed = plan.only if _shared(block, plan) is None else plan.only | plan.only_shared
     for attribute, expected in assumed.items():
@@ -270,7 +279,12 @@ def _options(name: str, block: Any, plan: Plan) -> dict[str, Any]:
 
 
 def _value(block: Any, where: Any) -> Any:
-    """Return the value of a plan's field for a block: the attribute at a path, a function's result, or a constant."""
+    """Return the value that ``block`` has for a field of its plan.
+
+    Args:
+        block: the block.
+        where: the field: the path of an attribute of the block, a function of the block, or the value itself.
+    """
     if isinstance(where, str):
         return attrgetter(where)(block)
     return where(block) if callable(where) else where
@@ -300,7 +314,7 @@ def _num_shared_experts(name: str, block: Any, plan: Plan, activation: Activatio
 
 
 def _option(moe: MoE, option: str) -> Any:
-    """Return the value of ``option`` with which ``moe`` was built."""
+    """Return the value of the argument ``option`` with which ``moe`` was constructed."""
     if option == "bias":
         return moe.experts.b_in is not None
     if option == "router_bias":
@@ -318,7 +332,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _requires_grad(module: nn.Module, keys: Iterable[str]) -> bool:
-    """Return whether one of the parameters ``keys`` requires a gradient; keys of buffers are ignored."""
+    """Return whether one of the parameters ``keys`` requires a gradient. Keys of buffers are skipped."""
     parameters = dict(module.named_parameters())
     return any(parameters[key].requires_grad for key in keys if key in parameters)
 

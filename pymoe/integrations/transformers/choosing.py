@@ -2,8 +2,8 @@
 
 Routers choose experts by calling ``torch.topk`` on scores whose last dimension is E. While a router runs, the mode
 :class:`Choosing` intercepts that call: it substitutes its own indices, and gathers the router's scores at them as the
-values. The router thus still computes the weights by its own rule. (After a choice of groups, whose masking loses
-scores, the values are NaN.)
+values. The router thus still computes the weights by its own rule. (If the router has first chosen groups, it has
+masked the scores of other groups. The values are then NaN.)
 """
 
 from __future__ import annotations
@@ -64,20 +64,24 @@ class Choosing(TorchFunctionMode):
     def _choice(self, func: Any, input: Tensor, k: int, dim: int = -1, **other: Any) -> Any:
         size = input.shape[-1]
         if size != self.num_experts or dim not in (-1, input.dim() - 1):
-            self.groups = self.groups or size > 1  # the choice of the only group changes nothing
+            # Choosing the only group excludes no experts.
+            self.groups = self.groups or size > 1
             return func(input, k, dim, **other)
-        func(input, k, dim, **other)  # so that modes around this one see the call, too
+        # Make the call, although its result is not used, so that outer modes see it.
+        func(input, k, dim, **other)
         indices = self.choose(input.detach(), k)
         for mode in _running.modes:
             mode.indices = indices
         values = input.gather(-1, indices)
-        if self.groups:  # masking has lost the scores outside of the router's groups: make weights from them NaN
+        # After a choice of groups, the router has masked the scores of all other groups. Weights that it computed from
+        # masked scores would be wrong, so make them NaN.
+        if self.groups:
             values = torch.full_like(values, torch.nan)
         return torch.return_types.topk((values, indices))
 
 
 class _Running(threading.local):
-    """The active :class:`Choosing` modes of a thread, innermost last."""
+    """The :class:`Choosing` modes that are active in a thread, innermost last."""
 
     def __init__(self) -> None:
         self.modes: list[Choosing] = []
@@ -91,7 +95,7 @@ class ModeAround(Generic[Mode]):
 
     Args:
         router: the module whose call makes the choice.
-        make: returns the mode for one call.
+        make: called once for each call of the router; returns its mode.
     """
 
     def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
@@ -108,14 +112,14 @@ class ModeAround(Generic[Mode]):
         return last
 
     def remove(self) -> None:
-        """Stop running the router inside modes of this object."""
+        """Stop entering a mode in the router's calls."""
         self._around.remove(self)
 
 
 class _Around:
-    """Replaces a router's forward: calls the forward inside the modes of all ``parts``.
+    """Replaces a router's forward by one that enters the modes of all ``parts`` and calls the router's own forward.
 
-    A pair of hooks would not do: after a :class:`KeyboardInterrupt` torch calls no hook, and the modes would stay on.
+    A pair of hooks would not do: torch calls no hook after a :class:`KeyboardInterrupt`, so the modes would stay on.
     """
 
     def __init__(self, router: nn.Module) -> None:
@@ -144,7 +148,9 @@ class _Around:
 
 
 def _refuse_compiled(router: nn.Module, arguments: Any) -> None:
-    """Raise RuntimeError under torch.compile. A hook does this, since Dynamo retraces for it, not for a new forward."""
+    """Raise RuntimeError under torch.compile. A hook does this, because Dynamo traces again when a hook is added, but
+    not when a forward is replaced.
+    """
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{type(router).__name__}: what a router computes can be followed in eager code only, got torch.compile"

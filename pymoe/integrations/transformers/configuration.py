@@ -60,23 +60,24 @@ class PymoeConfig(QuantizationConfigMixin):
     are not multiples of 128 inputs. In FP8 and integers, dense layers are kept unchanged, too. All other weights take
     the model's dtype.
 
-    A GGUF file has a type for each tensor. With ``from_pretrained(folder, gguf_file=file)`` the format is therefore
-    ``"stored"``, without ``bits``. Each weight of experts gets the format that represents its type without rounding; if
-    there is none, it is rounded to integers of 8 bits, with a warning. If it is not quantised, it takes the dtype of
-    the model. A dense layer gets such a format, too, or the dtype of the model if there is none. All checkpoints above
-    can also be read with ``"stored"``, which finds their bits. The ``config.json`` of a saved model has ``"stored"`` if
-    its experts have several formats or some of them are not quantised.
+    Each tensor of a GGUF file has a type of its own. With ``from_pretrained(folder, gguf_file=file)`` the format is
+    therefore ``"stored"``, without ``bits``. A weight of experts gets the format that represents its type without
+    rounding. If there is no such format, the weight is rounded to integers of 8 bits, with a warning; if the weight is
+    not quantised, it takes the dtype of the model. A dense layer gets the format that represents its type without
+    rounding; if there is none, the layer takes the dtype of the model. All checkpoints above can also be read with
+    ``"stored"``: their bits and format are then taken from the files. The ``config.json`` of a saved model has
+    ``"stored"`` if its experts have several formats or some of them are not quantised.
 
     Args:
         bits: 8 or 4; must be 4 for ``"mxfp"`` and 8 for ``"fp"``, may also be 2 for ``"affine"``, and must be None for
             ``"stored"``. For the other formats None means 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` or
             ``"symmetric"`` for integers of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the
-            format of the files. Configurations of earlier versions have no format, which means ``"int"``.
+            format of the files. Configurations of earlier versions lack this entry; they mean ``"int"``.
         linear_bits: 8 or 4 to round dense layers to integers: attention, shared experts, dense networks and the head,
-            as :func:`pymoe.nn.quantize_linears` selects them. None leaves them as they are in the files, which may be
-            quantised: in FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe's own format. A head that the configuration
-            ties to the embedding stays, even if the files have a weight of its own for it, which ``quantize_linears``
+            as :func:`pymoe.nn.quantize_linears` selects them. None keeps the format that they have in the files; that
+            may be FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe's own. A head that the configuration ties to the
+            embedding is not rounded, even if the files contain a separate weight for it, which ``quantize_linears``
             would round.
         version: version of the files. Files of version 1 can be read unless they contain integers of 4 bits.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
@@ -84,8 +85,9 @@ class PymoeConfig(QuantizationConfigMixin):
     Raises:
         ImportError: transformers is older than 5.21.
         TypeError: ``bits`` or ``linear_bits`` is not an int, or ``format`` is not a str.
-        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; the version cannot be read, because the
-            files are from a later pymoe, or have version 1 and integers of 4 bits; or an option is unknown.
+        ValueError: ``bits``, ``format`` and ``linear_bits`` are not as above; files of this version cannot be read,
+            because they are from a later pymoe, or because they have version 1 and integers of 4 bits; or an option is
+            unknown.
 
     ``from_pretrained`` raises :class:`ValueError` if tensors of experts or dense layers are missing or differ in size
     or bits from the configuration; if a weight is not finite or a file is truncated; if a checkpoint of another method
@@ -140,7 +142,8 @@ class PymoeConfig(QuantizationConfigMixin):
         self.bits = bits
         self.format = format
         self.linear_bits = linear_bits
-        self.version = FORMAT  # the version of the files that will be saved with this configuration
+        # Not the argument: files that are saved with this configuration have the current version.
+        self.version = FORMAT
         self.quant_method = quant_method
         self.folder: Path | None = None
         """Folder for the unnamed files that keep packed weights until they are saved; None to keep them in memory."""
@@ -168,7 +171,8 @@ def configuration_for(entries: dict[str, Any], passed: Any) -> PymoeConfig | Non
     if not isinstance(passed, PymoeConfig):
         return None
     if passed.stored == gguf_files.STORED:
-        return passed  # the entries describe other files of the same model, not the GGUF file
+        # Do not use the entries, which describe other files of the same model, not the GGUF file.
+        return passed
     method = entries.get("quant_method")
     stored = STORED.get(method) if isinstance(method, str) else None
     return None if stored is None else _for_files(passed, stored(entries))
@@ -180,7 +184,10 @@ def configuration_for_gguf(passed: Any) -> PymoeConfig | None:
 
 
 def _for_files(passed: PymoeConfig, stored: StoredFormat) -> PymoeConfig:
-    """Return a copy of ``passed`` for files in the format ``stored`` of another method."""
+    """Return a copy of ``passed`` for files of another method, whose format is ``stored``.
+
+    If ``passed`` requests the format of the files, the copy has the bits and format of ``stored``.
+    """
     chosen = copy.copy(passed)
     chosen.stored = stored
     if chosen.format == AS_STORED:

@@ -47,7 +47,7 @@ class _Blocks(StoredRows):
     parts = (WEIGHT, WEIGHT + ENDING)
 
     def tensors_in(self, files: Iterable[str]) -> set[str]:
-        """Return the names of the tensors of float8_e4m3fn in those files that are safetensors."""
+        """Return the names of the tensors of float8_e4m3fn in the safetensors files among ``files``."""
         return {
             name
             for file in opened(files)

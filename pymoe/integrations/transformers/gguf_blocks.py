@@ -3,13 +3,14 @@
 A row of a tensor is a sequence of blocks, each with its own scales; the layouts are those of ggml's ``ggml-quants.h``.
 
 - Q4_K becomes "int" with 4 bits, and MXFP4 becomes "mxfp": the same codes and scales.
-- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 have codes with a scale and an offset for 32 inputs, like "affine" with 8 bits.
-- Q2_K has codes with a scale and an offset for 16 inputs, like "affine" with 2 bits.
-- Q6_K, Q3_K, IQ4_NL and IQ4_XS have signed codes with a scale for 16 or 32 inputs, like "symmetric".
-- F32, F16 and BF16 have no blocks: if all weights of an experts module are of these types, and for dense layers of
-  these types, the model's dtype is used.
-- Experts of all other types are widened and rounded to integers of 8 bits, one expert at a time; dense layers of these
-  types take the model's dtype.
+- Q8_0, Q5_K, Q5_1, Q5_0, Q4_1 and Q4_0 have codes with a scale and an offset for 32 inputs, so they become "affine"
+  with 8 bits.
+- Q2_K has codes with a scale and an offset for 16 inputs, so they become "affine" with 2 bits.
+- Q6_K, Q3_K, IQ4_NL and IQ4_XS have signed codes with a scale for 16 or 32 inputs, so they become "symmetric".
+- F32, F16 and BF16 have no blocks. Dense layers of these types take the model's dtype, and so do experts if all weights
+  of their module have one of these types.
+- All other types have no such format. Experts are then widened and rounded to integers of 8 bits, one expert at a time,
+  and dense layers take the model's dtype.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class Order(NamedTuple):
-    """The rows and columns of a file's tensor from which those of a dense layer's weight come; None for no change."""
+    """The order in which rows and columns of a file's tensor become those of a dense weight; None for no change."""
 
     rows: Tensor | None = None
     """(N,) integers: for each row of the weight, the row of the tensor."""
@@ -62,7 +63,7 @@ class Order(NamedTuple):
     """(H,) integers: for each column of the weight, the column of the tensor."""
 
     def keeps_groups(self, size: int) -> bool:
-        """Return whether each group of ``size`` columns, which share a scale, stays together and keeps its order."""
+        """Return whether all groups of ``size`` columns stay together and keep the order of their columns."""
         if self.columns is None:
             return True
         groups = self.columns.view(-1, size)
@@ -70,7 +71,10 @@ class Order(NamedTuple):
         return not bool((groups[:, 0] % size).any()) and bool((groups == groups[:, :1] + within).all())
 
     def of_columns(self, parts: list[Tensor]) -> Tensor:
-        """Return the only part, (N, groups of columns, ...), with its groups in the order of the weight."""
+        """Return the only tensor in ``parts``, (N, groups of columns, ...), with its groups in the order of the weight.
+
+        This is the ``join`` of a dense layer, which has a single tensor.
+        """
         (part,) = parts
         if self.columns is None:
             return part
@@ -83,7 +87,8 @@ def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda
 
     Args:
         types: the types of the tensors that make up a weight.
-        keeps_groups: takes a number of columns; returns whether groups of so many columns stay together.
+        keeps_groups: takes the size of a group of columns; returns whether all groups of this size stay together in the
+            weight.
     """
     first, *others = (_formats(one) for one in types)
     held = (one for one in first if all(one in other for other in others) and keeps_groups(_columns(one)))
@@ -91,20 +96,23 @@ def format_of(types: Iterable[str], keeps_groups: Callable[[int], bool] = lambda
 
 
 def _formats(kind: str) -> list[Format]:
-    """Return the formats that represent a type without rounding, the one with the fewest bits first."""
-    if kind == "Q4_K":  # codes of 4 bits with a scale and a minimum for 32 inputs fit into "affine", too
+    """Return the formats that represent the GGUF type ``kind`` without rounding, the one with the fewest bits first."""
+    # Q4_K also fits into "affine": its codes have 4 bits, with a scale and a minimum for 32 inputs.
+    if kind == "Q4_K":
         return [KEPT["Q4_K"], KEPT["Q8_0"]]
     return [KEPT[kind]] if kind in KEPT else []
 
 
 def _columns(format: Format) -> int:
-    """Return the number of columns that share scales in a format (in int4: that share a super-block)."""
+    """Return the number of columns that a format cannot separate: a group that shares a scale, or in int4 a
+    super-block.
+    """
     number = FORMATS[format]
     return RUNS[number][0] if number in RUNS else GROUP * SUPER if format == ("int", 4) else GROUP
 
 
 def is_held(types: Iterable[str], dtype: torch.dtype) -> bool:
-    """Return whether ``dtype`` represents all values of these types of ``FLOATING``."""
+    """Return whether ``dtype`` represents all values of ``types``, which are keys of ``FLOATING``, without rounding."""
     return all(torch.promote_types(FLOATING[one], dtype) == dtype for one in types)
 
 
@@ -187,12 +195,12 @@ def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
 
 
 def _halves(blocks: Tensor, name: str) -> Tensor:
-    """Return the float16 numbers of blocks, converted to float32."""
+    """Return the float16 values of each block, converted to float32."""
     return blocks[..., HALVES[name]].contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
-    """Unpack codes of 4 bits: from each ``run`` bytes, first the codes in the lower halves, then those in the upper."""
+    """Unpack codes of 4 bits. From each ``run`` bytes, take first the lower half of every byte, then the upper half."""
     runs = codes.unflatten(-1, (codes.shape[-1] // run, run))
     return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
 

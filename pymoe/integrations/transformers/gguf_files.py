@@ -84,7 +84,7 @@ def package() -> Any:
     """Return the package gguf.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the package is not installed.
     """
     try:
         import gguf
@@ -94,7 +94,9 @@ def package() -> Any:
 
 
 class Weight(NamedTuple):
-    """A stacked weight of the model, the bias of one, or the weight of a dense layer, with the tensors of its rows."""
+    """A weight of the model (stacked, or of a dense layer) or the bias of a stacked weight, with its tensors in the
+    file.
+    """
 
     tensors: tuple[Any, ...]
     """Tensors of ``GGUFReader``: a single one, or gate and up."""
@@ -106,15 +108,19 @@ class Weight(NamedTuple):
 
     @property
     def types(self) -> list[str]:
-        """Return the types of the tensors."""
+        """Return the GGUF types of the tensors, such as ``"Q4_K"``."""
         return [one.tensor_type.name for one in self.tensors]
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Join an expert's rows from each tensor, (N, ...), in the order of the model."""
+        """Join an expert's rows from each tensor, (N, ...) each, into the rows of the model's weight."""
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def packed(self, name: str, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of the weight called ``name`` for ``layer``, which must have its format and sizes.
+        """Return the packed bytes of this weight, which is called ``name``.
+
+        Args:
+            name: name of the weight in the model, for errors.
+            layer: a layer that has the format and sizes of the weight.
 
         Raises:
             ValueError: a scale or weight is not a finite number.
@@ -130,24 +136,24 @@ class Weight(NamedTuple):
             raise ValueError(f"expected weights that can be packed, got {names} for {name!r}: {error}") from error
 
     def bias(self) -> Tensor:
-        """Return the tensors' values as the bias of a stacked weight, (E, N) float32."""
+        """Return the bias that the tensors contain, (E, N) float32."""
         parts = [torch.from_numpy(_values(one)).T for one in self.tensors]
         return self.join(parts).T.contiguous()
 
     def whole(self, transposed: bool) -> Tensor:
-        """Return a weight of types that are not quantised: (E, N, H), or (E, H, N) if ``transposed``."""
+        """Return the weight as (E, N, H), or as (E, H, N) if ``transposed``. Its types must not be quantised."""
         weight = gguf_blocks.floating_weight(self.tensors, self.join)
         return weight.mT.contiguous() if transposed else weight
 
 
 class LazyTensor:
-    """A tensor that is read when transformers indexes it, in the way in which it indexes slices of safetensors."""
+    """A tensor that is read only when transformers indexes it, as transformers does with slices of safetensors."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self.read = read
 
     def get_dtype(self) -> str:
-        """Return the name of float32 in safetensors."""
+        """Return the name that safetensors uses for float32, the dtype of all values."""
         return "F32"
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -194,18 +200,19 @@ class GgufFile:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the experts; None if some are quantised or they have several dtypes."""
+        """Return the dtype of the experts' weights in the file; None if some are quantised or their dtypes differ."""
         types = {one.tensor_type.name for name, one in self.tensors.items() if name.endswith("_exps.weight")}
         return gguf_blocks.FLOATING.get(types.pop()) if len(types) == 1 else None
 
     def _read(self, path: str, part: list[Any] | None = None) -> tuple[dict[str, Any] | None, list[Any]]:
-        """Add the tensors of a file to ``tensors``; return its metadata and its values of ``SPLIT``.
+        """Read the header of a file and add its tensors to ``tensors``; return the metadata and the values of the keys
+        ``SPLIT``.
 
         The metadata are None if they name no architecture.
 
         Args:
             path: path of the file.
-            part: the values of ``SPLIT`` that it must have; None allows any.
+            part: the values that the file must have for the keys ``SPLIT``; None allows any values.
         """
         gguf = package()
         try:
@@ -238,11 +245,11 @@ class GgufFile:
         return metadata, said
 
     def _read_parts(self, path: str, said: list[Any]) -> None:
-        """Add the tensors of all parts except the first.
+        """Add the tensors of all parts except the first to ``tensors``.
 
         Args:
             path: path of the first part.
-            said: its values of ``SPLIT``.
+            said: the values of the keys ``SPLIT`` in the first part.
         """
         number, count, total = said
         ending = f"-00001-of-{count!s:0>5}.gguf"
@@ -283,7 +290,8 @@ class GgufFile:
         for key, value_of in ENTRIES.items():
             name = f"{self.architecture}.{key}"
             value, expected = value_of(model.config), self.metadata.get(name)
-            if key == "block_count":  # includes layers that predict further tokens, which transformers' models lack
+            # ``block_count`` includes layers that predict further tokens, which transformers' models lack.
+            if key == "block_count":
                 further = self.metadata.get(f"{self.architecture}.nextn_predict_layers")
                 value += further if isinstance(further, int) else 0
             if expected is not None and not _equal(value, expected):
@@ -297,7 +305,8 @@ class GgufFile:
         names, process = interface.gguf_names(model, self.architecture, left)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in self.stacked}
         for name, tensor in left.items():
-            bare = names.get(name.removesuffix(".weight"))  # for a parameter that is not called weight
+            # If a parameter is not called weight, transformers' table has its name without this suffix.
+            bare = names.get(name.removesuffix(".weight"))
             target = names.get(name, bare) or ""
             if target in state and target not in self.others and target not in self.dense:
                 expected = tuple(state[target].shape)
@@ -326,7 +335,7 @@ class GgufFile:
         self._warn(model)
 
     def _plan_experts(self, path: str, module: Any, left: dict[str, Any]) -> None:
-        """Remove the tensors of a module's stacked weights from ``left``, and assign them to the weights."""
+        """Assign the tensors of a module's experts to its stacked weights, and remove these tensors from ``left``."""
         kind = fused_activation(module) if interface.is_behind(module) else None
         interleaved = isinstance(kind, ClampedSwiglu) and kind.interleaved
         planned: dict[str, Weight] = {}
@@ -359,7 +368,7 @@ class GgufFile:
             transposed = interface.flags(module).transposed
             self.others |= {name: LazyTensor(functools.partial(one.whole, transposed)) for name, one in planned.items()}
             self.floating |= planned
-        else:  # if one of the two weights must be packed, both are
+        else:  # pack both weights if one of them must be packed
             self.stacked |= planned
 
     def _warn(self, model: Any) -> None:
@@ -381,7 +390,10 @@ class GgufFile:
 
 
 def _equal(value: Any, expected: Any) -> bool:
-    """Return whether a value of a configuration equals one of the metadata, which may have any type."""
+    """Return whether ``value``, from a model's configuration, equals ``expected``, from a file's metadata.
+
+    ``expected`` may have any type. Numbers are equal within a relative error of 1e-6.
+    """
     if isinstance(value, str):
         return bool(value == expected)
     return all(isinstance(one, int | float) for one in (value, expected)) and math.isclose(
@@ -431,11 +443,11 @@ def dense_weight(tensor: Any, process: Process, shape: tuple[int, ...]) -> Weigh
 
 
 def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
-    """Return how ``process`` reorders the rows and columns of a matrix; None if it does anything else.
+    """Return the order in which ``process`` puts the rows and columns of a matrix; None if it does anything else.
 
-    ``process`` is called with matrices whose elements are the indices of their rows or columns, as negative numbers
-    counted from the end. If it computes with values, it returns other numbers, or reverses the columns, which breaks up
-    all groups.
+    To find out, call ``process`` with a matrix of row indices and a matrix of column indices. The indices are negative,
+    as they are counted from the end. If ``process`` computes with values, it returns other values, or reverses the
+    order of the columns; a reversed order breaks up all groups, so that no format fits.
     """
     places = [numpy.arange(-size, 0, dtype=numpy.int32) for size in shape]
     given = [numpy.broadcast_to(one, shape) for one in (places[0][:, None], places[1])]
@@ -456,13 +468,14 @@ def _order(name: str, process: Process, shape: tuple[int, ...]) -> Order | None:
 
 
 def _processed(tensor: Any, process: Process, shape: tuple[int, ...]) -> Tensor:
-    """Return the model's tensor, of shape ``shape`` in float32, that ``process`` makes of the file's tensor."""
+    """Return the tensor of the model that ``process`` makes of the file's tensor, in float32 and of shape ``shape``."""
     values = process(_values(tensor), tensor.name).reshape(shape)
-    of_file = isinstance(values, numpy.memmap)  # float32 is not widened
+    # The package gguf returns float32 values without a copy: they are still mapped from the file, so copy them.
+    of_file = isinstance(values, numpy.memmap)
     return torch.from_numpy(values.astype(numpy.float32, order="C", copy=of_file))
 
 
 def _values(tensor: Any) -> numpy.ndarray[Any, Any]:
-    """Return the values of a tensor of ``GGUFReader``, widened to float32."""
+    """Return the values of a tensor of ``GGUFReader``, dequantised to float32."""
     values: numpy.ndarray[Any, Any] = package().dequantize(tensor.data, tensor.tensor_type)
     return values

@@ -86,7 +86,7 @@ def is_spread(module: Any) -> bool:
 
 
 def activation(experts: Any) -> Callable[[Tensor], Tensor]:
-    """Return the module's own computation between its two products."""
+    """Return the function that the module itself applies between its two products."""
     chosen: Callable[[Tensor], Tensor] = experts._apply_gate if flags(experts).gated else experts.act_fn
     return chosen
 
@@ -115,7 +115,9 @@ def implementation(config: Any) -> str | None:
 
 
 def set_implementation(experts: Any, name: str | None) -> None:
-    """Set the implementation of an experts module, and of all modules that share its configuration."""
+    """Set the implementation of experts in a module's configuration, and so in all modules that share this
+    configuration.
+    """
     experts.config._experts_implementation = name
 
 
@@ -207,7 +209,7 @@ def check_quantizers_see_the_model(what: str) -> None:
     """Raise ImportError if transformers does not pass the model to a quantizer's ``update_weight_conversions``.
 
     Args:
-        what: the name of the function or class that needs it, for the message.
+        what: the name to use in the message: the function or class that needs the model.
     """
     import transformers
     from transformers.quantizers import HfQuantizer
@@ -240,9 +242,9 @@ def register_quantizer(config: type, quantizer: type) -> None:
 def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
     """Make ``from_pretrained`` of all models call ``choose(entries, passed)`` for folders of quantised files.
 
-    transformers uses the folder's own configuration, and refuses or ignores a passed one of another class; it would
-    refuse a :class:`PymoeConfig` for the files of another method. It has no hook for this, so its method is wrapped
-    once for all models.
+    transformers uses the configuration in the folder. It ignores a configuration that is passed, or raises if the
+    classes of the two differ. So it would raise for a :class:`PymoeConfig` and files of another method. transformers
+    has no hook for this, so its method that compares the two is wrapped, once for all models.
 
     Args:
         choose: takes the entries of the folder's configuration, and the configuration that was passed to
@@ -293,16 +295,17 @@ def call_for_gguf_files(prepare: Callable[[Any], Any]) -> None:
 
 
 def gguf_metadata(path: str) -> dict[str, Any] | None:
-    """Return the metadata of a GGUF file; None if they are complete but name no architecture.
+    """Return the metadata of a GGUF file; None if the file is intact but names no architecture.
 
-    Raise one of the errors ``gguf_files.DAMAGED`` for a damaged header.
+    If the header is damaged, raise one of the errors ``gguf_files.DAMAGED``.
     """
     from transformers.integrations.gguf import read_gguf_metadata
 
     try:
         found: dict[str, Any] = read_gguf_metadata(path)[0]
     except ValueError as error:
-        if "has no `general.architecture`" in str(error):  # raised after all metadata have been read
+        # transformers raises this only after it has read all metadata.
+        if "has no `general.architecture`" in str(error):
             return None
         raise
     return found
@@ -311,8 +314,8 @@ def gguf_metadata(path: str) -> dict[str, Any] | None:
 def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
     """Return transformers' names for the tensors of a GGUF file, and its conversion of their values.
 
-    transformers has two generations of tables; each architecture is in one of them. The names of experts are not those
-    of the model.
+    transformers has an old and a new table of architectures, and each architecture is in one of them. Do not use the
+    names of experts: they are not those of the model.
 
     Args:
         model: the model.
@@ -320,8 +323,9 @@ def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dic
         names: names of tensors of the file.
 
     Returns:
-        The names in the model by the names in the file, and a function that takes a tensor's values and its name in the
-        file and returns the model's values: the same object if they need no conversion.
+        A dictionary from names in the file to names in the model, and a function that converts values. The function
+        takes the values of a tensor and its name in the file, and returns the values of the model's tensor: the same
+        object if nothing is converted.
     """
     from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 
@@ -345,7 +349,8 @@ def _gguf_transforms(transforms: list[Any], names: Iterable[str]) -> tuple[dict[
         target, pattern = found[name]
         if pattern is None:
             return values
-        tensor = torch.tensor(values, device="cpu")  # transformers' default may be "meta" here
+        # Use the CPU, because transformers may have set the default device to "meta".
+        tensor = torch.tensor(values, device="cpu")
         for operation in by_pattern[pattern].operations:
             (tensor,) = operation.convert({name: tensor}, [name], [target]).values()
         return tensor.numpy()
@@ -372,7 +377,10 @@ def converter(sources: list[str], target: str, *operations: Any) -> Any:
 
 
 def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return, by names of tensors in a checkpoint, their names in the model if they are renamed but not converted."""
+    """Return the names that tensors of a checkpoint have in the model, by their names in the checkpoint.
+
+    Renamings are applied, but not conversions, which may give a tensor another name.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -382,7 +390,9 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def reads_weights_alone(transform: Any) -> bool:
-    """Return whether a transform converts tensors instead of renaming them, and all its sources end in "weight"."""
+    """Return whether a transform converts tensors, rather than renames them, and all its source patterns end in
+    "weight".
+    """
     from transformers.core_model_loading import WeightConverter
 
     return isinstance(transform, WeightConverter) and all(
@@ -391,7 +401,9 @@ def reads_weights_alone(transform: Any) -> bool:
 
 
 def reads(converter: Any, names: Iterable[str]) -> str | None:
-    """Return the first of the names of a checkpoint's tensors that ``converter`` would convert, or None."""
+    """Return the first of ``names``, names of a checkpoint's tensors, that ``converter`` would convert; None if there
+    is none.
+    """
     from transformers.core_model_loading import WeightConverter, build_glob_alternation
 
     if not isinstance(converter, WeightConverter):
@@ -414,11 +426,12 @@ def changed(converter: Any, sources: list[str], targets: list[str], operation: A
 
 
 def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
-    """Make ``save_pretrained`` reverse other converters than those with which a model was loaded.
+    """Make ``save_pretrained`` reverse other converters than the ones that loaded the model.
 
     Args:
         model: a model that has been loaded.
-        originals: pairs of a converter with which the model was loaded and the one to reverse instead; None for none.
+        originals: pairs of a converter that loaded the model and its replacement; None as the replacement removes the
+            converter.
     """
     places = {id(one): original for one, original in originals}
     found = [places.get(id(one), one) for one in model._weight_conversions]
@@ -428,8 +441,8 @@ def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
 def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
     """Make ``save_pretrained`` leave tensors unchanged if their names have these endings.
 
-    Otherwise the model's converters, which match parts of names, would be reversed for them, and a packed weight would
-    be cut into experts. The last converter of the list is tried first, and the first that matches a name takes it.
+    Otherwise transformers would apply the reverse of the model's converters, which match parts of names, and cut a
+    packed weight into experts. Of the converters that match a name, transformers uses the last one in the model's list.
 
     Args:
         model: the model to be saved.
@@ -440,7 +453,8 @@ def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
     from transformers.core_model_loading import PrefixChange
 
     found = getattr(model, "_weight_conversions", None)
-    if found is None:  # the model was made from a configuration: find them as transformers itself does
+    # The model was not loaded from files: take the converters that transformers itself would use.
+    if found is None:
         found = get_model_conversion_mapping(model, add_legacy=False)
         found = [one for one in found if not isinstance(one, PrefixChange)]
     kept = [one for one in found if not any(isinstance(op, type(operation)) for op in getattr(one, "operations", ()))]

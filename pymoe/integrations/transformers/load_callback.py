@@ -75,7 +75,8 @@ class LoadCallback(TrainerCallback):
         """Start counting afresh."""
         model: nn.Module = self.trainer.model
         self._load, self._dropped, self._frames = {}, {}, []
-        if self._counting is not None:  # the former training raised, so nothing called on_train_end
+        # If the former training raised, nothing called on_train_end.
+        if self._counting is not None:
             self._counting.remove()
             self._counting = None
         if sparse_experts("LoadCallback", model):
@@ -89,7 +90,8 @@ class LoadCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         """Log the load whenever the loss of the same steps is logged."""
-        if not self._load or "loss" not in (logs or {}):  # the log of an evaluation, or the one made below
+        # Skip the log of an evaluation, and the log that this method itself makes below.
+        if not self._load or "loss" not in (logs or {}):
             return
         found = _on_all_ranks([*self._load.values(), *self._dropped.values()])
         loads = dict(zip(self._load, found, strict=False))

@@ -1,8 +1,8 @@
-"""Finds the format of each weight in folders saved by pymoe whose weights have several formats.
+"""Finds the format of each weight in a folder that pymoe has saved, if weights have several formats.
 
-``NAME.sizes`` of each packed weight contains the number of its format. The folder's configuration has the format
-"stored" if experts have several formats or some are not packed. It has ``linear_bits`` only if that option would pack
-exactly the dense layers that are packed, in their format.
+For each packed weight NAME, the files contain ``NAME.sizes``, which gives the number of its format. The folder's
+configuration has the format "stored" if experts have several formats or some are not packed. It has ``linear_bits``
+only if this option would pack the same dense layers as the model has, in the same format.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ENDING = ".sizes"
 
 
 def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
-    """Return the number of each packed weight's format, by the name of the weight in the model.
+    """Return the numbers of the formats of packed weights, by the names of the weights in the model.
 
     Args:
-        files: paths of the checkpoint's files, of which those in safetensors are read.
+        files: paths of the checkpoint's files; files that are not safetensors are skipped.
         model: the model, before its weights are replaced.
 
     Returns:
-        The numbers; None for a packed weight without sizes.
+        A dictionary with all packed weights; its value is None for a weight without sizes.
     """
     numbers: dict[str, int | None] = {}
     packed: set[str] = set()
@@ -43,14 +43,14 @@ def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
 
 
 def formats_of(weights: Iterable[str], numbers: Mapping[str, int | None]) -> dict[str, Format]:
-    """Return the formats of those of ``weights`` that are packed, by their names in the model.
+    """Return the formats of the weights that are packed, by their names in the model.
 
     Args:
-        weights: names of weights in the model.
+        weights: names of weights in the model; those that are not packed are skipped.
         numbers: from :func:`numbers_in`.
 
     Raises:
-        ValueError: a packed weight has no number, or one that is not in ``FORMATS``.
+        ValueError: a packed weight has no number, or a number that is not in ``FORMATS``.
     """
     kinds: dict[int, Any] = {number: format for format, number in FORMATS.items()}
     found: dict[str, Format] = {}

@@ -29,12 +29,14 @@ NAN = 255
 
 
 def stored(_: Mapping[str, Any]) -> StoredFormat:
-    """Return the format of a folder of this method, whatever the entries of its configuration."""
+    """Return the format of files in MXFP4; it does not depend on their configuration."""
     return STORED
 
 
 def sources(name: str) -> list[str]:
-    """Return patterns for the names of a weight's tensors in files, by the last part of the weight's name."""
+    """Return patterns for the names of the tensors that files have for a weight; ``name`` is the last part of the
+    weight's name.
+    """
     return [rf"\.{name}{ending}$" for ending in ENDINGS]
 
 

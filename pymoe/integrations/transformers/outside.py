@@ -30,11 +30,12 @@ def llama4_moe(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(x_TH)
-    # Repeat the router's choice, which the router does not return. Experts with a score of 0 would add only zeros.
+    # The router does not return its choice, so repeat it. Other experts have the score 0 and would add only zeros.
     index_TK = torch.topk(logits_TE, self.router.top_k, dim=1).indices
     scaled_TKH = x_TH[:, None] * scores_TE.gather(1, index_TK)[..., None]
     w_in, w_out, activation = self.experts.gate_up_proj, self.experts.down_proj, gated_activation(self.experts.act_fn)
-    index_S1 = index_TK.reshape(-1, 1)  # every choice counts as a separate token here, with weight 1
+    # Every choice is treated as a separate token with the weight 1.
+    index_S1 = index_TK.reshape(-1, 1)
     ones_S1 = torch.ones_like(index_S1, dtype=torch.float32)
     rows_SH = run_experts(scaled_TKH.flatten(0, 1), index_S1, ones_S1, w_in, w_out, activation, transposed=True)
     return self.shared_expert(x_TH) + rows_SH.view(scaled_TKH.shape).sum(dim=1), logits_TE
@@ -61,7 +62,9 @@ def longcat_flash_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor,
 
 
 def dbrx_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute ``DbrxExperts``, which has the matrices of all experts concatenated, and separate gate and up."""
+    """Compute ``DbrxExperts``, which stores the matrices of all experts concatenated, with gate and up in separate
+    weights.
+    """
     mlp = self.mlp
     gate_EFH, up_EFH, down_EFH = (
         weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for weight in (mlp.w1, mlp.v1, mlp.w2)
@@ -121,10 +124,10 @@ CALLED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
 def may_do_work_of_parts(module: Any, cls: type) -> bool:
     """Return whether pymoe's forward for ``cls`` gives the same result as the original forward of ``module``.
 
-    It does not if ``cls`` has a patched ``forward``, or if a submodule in :data:`PARTS` has hooks, another class or
-    another ``forward``, because pymoe's forward bypasses that code. Nor does it if this is true of a submodule in
-    :data:`CALLED`, which is still called but may not return what pymoe's forward expects; there, hooks with which
-    transformers records outputs are allowed, because they do not change results.
+    The result may differ if ``cls`` has a patched ``forward``. It may also differ if a submodule in :data:`PARTS`,
+    which pymoe's forward bypasses, has hooks, another class or another ``forward``. The same is true of submodules in
+    :data:`CALLED`: pymoe's forward calls them, but expects what the original class returns. These may have the hooks
+    with which transformers records outputs, because those hooks change no results.
     """
     if not is_of_its_source(cls, "forward"):
         return False
@@ -152,7 +155,10 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def register() -> None:
-    """Make :func:`pymoe.nn.quantize_experts` refuse these experts with their name. Further calls change nothing."""
+    """Make :func:`pymoe.nn.quantize_experts` raise for experts outside of the interface, in an error that names them.
+
+    Further calls change nothing.
+    """
     if refuse_to_quantize not in handlers:
         handlers.append(refuse_to_quantize)
 

@@ -3,7 +3,7 @@
 PEFT adapts a parameter (``target_parameters``) with a wrapper around its module. During a call, the wrapper normally
 replaces the parameter with the sum of the weights and ``B @ A`` of all experts. Around experts that run on pymoe, it
 lends A and B to the experts instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its
-parameters, and so the files of adapters, stay PEFT's. All other modules are computed as PEFT does it.
+parameters are still PEFT's own, so the files of adapters are, too. PEFT itself computes all other modules.
 
 In a model with quantised weights, PEFT gets stand-ins without memory for the experts' weights, and dense layers get a
 wrapper that is derived from PEFT's own.
@@ -71,7 +71,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def change(module: Any) -> None:
-    """Change the classes of PEFT's module. If a version lacks the names of ``USED``, warn and change nothing."""
+    """Change the classes in PEFT's module. If this version of PEFT lacks names in ``USED``, warn and change nothing."""
     lacking = [
         f"{kind}.{name}"
         for kind, names in USED.items()
@@ -92,7 +92,7 @@ def change(module: Any) -> None:
     _change_model(module.LoraModel, _dense_layer(module))
 
 
-# Experts.
+# --- Experts
 
 
 def _change_wrapper(kind: Any) -> None:
@@ -137,7 +137,8 @@ def _is_by_rows(experts: Any, name: str) -> bool:
     else:
         on_pymoe, by_rows = isinstance(experts, OnPymoe), False
     if on_pymoe and not by_rows:
-        _warn_once(type(experts).__name__.removeprefix("Parametrized"))  # PEFT parametrizes it in a call
+        # During a call, PEFT parametrizes the module, which adds "Parametrized" to the name of its class.
+        _warn_once(type(experts).__name__.removeprefix("Parametrized"))
     return by_rows
 
 
@@ -151,7 +152,8 @@ def _warn_once(kind: str) -> None:
 
 
 def _low_rank(wrapper: Any, experts: Any, adapter: str) -> LowRank:
-    left, right, scaling = wrapper.get_delta_factors(adapter)  # left @ right is added to the parameter as stored
+    # PEFT adds left @ right to the parameter, in the layout in which the parameter is stored.
+    left, right, scaling = wrapper.get_delta_factors(adapter)
     if interface.flags(experts).transposed:
         return LowRank(left.transpose(1, 2), right.transpose(1, 2), scaling)
     return LowRank(right, left, scaling)
@@ -163,7 +165,9 @@ def stacked_names(experts: Any) -> tuple[str, str]:
 
 
 def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with the unpacked shape and the device of a layer's weight, but the memory of one element."""
+    """Return a tensor that stands for a layer's unpacked weight: it has the weight's shape and device, but the memory
+    of a single element.
+    """
     sizes = (layer.output_features, layer.input_features)
     shape = (layer.num_experts, *(sizes[::-1] if transposed else sizes))
     return torch.zeros((), dtype=dtype, device=layer.packed.device).expand(shape)
@@ -171,9 +175,9 @@ def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> T
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Add stand-ins for the weights of quantised experts to the parameters, in the order of unquantised experts.
+    """Give the model stand-in parameters for the weights of quantised experts, until the context ends.
 
-    PEFT looks for the parameters that it adapts among them. At the end of the context the stand-ins are removed.
+    PEFT looks for the parameters to adapt among the model's parameters. The order is that of unquantised experts.
     """
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     places: list[tuple[dict[str, Any], str]] = []
@@ -188,7 +192,8 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             own[name] = nn.Parameter(_stand_in(layer, transposed, dtype), requires_grad=False)
             places.append((own, name))
             if (bias := f"{name}_bias") in own:
-                own[bias] = own.pop(bias)  # after its weight
+                # Move the bias behind its weight, as in unquantised experts.
+                own[bias] = own.pop(bias)
     try:
         yield
     finally:
@@ -196,7 +201,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             del parameters[name]
 
 
-# Models, and dense layers.
+# --- Models and dense layers
 
 
 def _change_model(kind: Any, dense_layer: Any) -> None:
@@ -234,14 +239,16 @@ def _change_model(kind: Any, dense_layer: Any) -> None:
 
 
 def _dense_layer(module: Any) -> Any:
-    """Return a wrapper class for quantised dense layers: ``lora.Linear`` without the parts that read the weight."""
+    """Return a subclass of ``lora.Linear`` for quantised dense layers, without the features that read the weight."""
 
     class LoraQuantizedDenseLinear(sys.modules[f"{module.__package__}.layer"].Linear):  # type: ignore[misc]
         @property
         def lora_variants(self) -> dict[tuple[str, ...], None]:
-            return {(): None}  # DoRA and others read the weight
+            # No variants, since DoRA and the others read the weight.
+            return {(): None}
 
         def _get_in_out_features(self, module: Any) -> tuple[int, int]:
-            return module.in_features, module.out_features  # PEFT warns of layers that it does not know
+            # PEFT's own method would warn, because it does not recognise the class of the layer.
+            return module.in_features, module.out_features
 
     return LoraQuantizedDenseLinear

@@ -34,13 +34,14 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
     Return None for modules that are not behind transformers' experts interface or are already quantised.
 
     Raises:
-        ValueError: the module runs another implementation than pymoe's, which could not read quantised weights.
+        ValueError: the module runs an implementation other than pymoe's, which could not read quantised weights.
     """
     if not interface.is_behind(module):
         return None
     flags = interface.flags(module)
     names = ("gate_up_proj" if flags.gated else "up_proj", "down_proj")
-    weights = {name: getattr(module, name, None) for name in names}  # getattr also returns a parametrization's value
+    # Use getattr, because it also finds a weight that is parametrized.
+    weights = {name: getattr(module, name, None) for name in names}
     if not all(
         isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 3 for weight in weights.values()
     ):
@@ -74,8 +75,9 @@ def run_quantized_experts(
 ) -> Tensor:
     """Run :func:`pymoe.nn.apply_experts` with quantised weights; the arguments are those of ``run_experts``.
 
-    Rows keep their dtype, or take autocast's; float64 becomes float32. If one of the two layers has hooks or is an
-    instance of a subclass, both layers are called as modules, so that this code runs.
+    Rows are cast as autocast requires, and keep their dtype without it; float64 becomes float32. If one of the two
+    layers has hooks or is an instance of a subclass, both layers are called as modules, so that the hooks or the code
+    of the subclass run.
     """
     operand: Any
     (operand,) = cast_operands(x.float() if x.dtype == torch.float64 else x)

@@ -26,7 +26,7 @@ def dense_layers(model: Any) -> set[str]:
 
 
 def layers_of(model: Any, weights: Container[str]) -> set[str]:
-    """Return the paths of those layers with weights of these names that are packed already or can be packed."""
+    """Return the paths of the layers that are packed or can be packed and whose weights are among ``weights``."""
     return set(linears_of(model, interface.tied(model), select=lambda name, _: name + ENDING in weights, packed=True))
 
 
@@ -60,11 +60,12 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
 
 
 def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    r"""Yield patterns for the names of layers' weights in files, each with whether its layers have no bias.
+    r"""Yield patterns for the names of layers' weights in files, and for each pattern whether its layers have no bias.
 
     Layers whose paths differ in one number share a pattern, because transformers tries every pattern on every tensor's
-    name, and files with separate experts may have 100,000 tensors. The pattern's group, ``\1`` in a target, is the path
-    of a layer. It lacks the prefix of the base model, as do the names in files of a model without a head.
+    name, and files with separate experts may have 100,000 tensors. The target of a converter refers to the path of the
+    layer as ``\1``. That path lacks the prefix of the base model, as do the names in the files of a model without a
+    head.
     """
     found: dict[tuple[str, str, bool], list[str]] = {}
     for name in sorted(names):
@@ -87,10 +88,10 @@ def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 
 
 def bits_to_save(model: nn.Module) -> int | None:
-    """Return the ``linear_bits`` that would pack exactly the dense layers that are packed, in their format, or None.
+    """Return the ``linear_bits`` that makes ``from_pretrained`` pack the same dense layers in the same format, or None.
 
-    With None, ``from_pretrained`` takes the format of each layer from the files; files of earlier versions have
-    ``linear_bits``.
+    If no value does, or no dense layer is packed, return None: ``from_pretrained`` then takes the format of each layer
+    from the files. Files of earlier versions have ``linear_bits``.
 
     Raises:
         ValueError: ``from_pretrained`` would not pack a layer that the model has packed.

@@ -1,19 +1,20 @@
-"""Loads and saves transformers' models with quantised experts.
+"""Loads and saves models of transformers with quantised experts.
 
-transformers calls the quantizer of a model, and the quantizer's operations for tensors of the checkpoint:
+transformers calls the quantizer of a model, and the quantizer's operations on tensors of the checkpoint:
 
 - ``from_pretrained(name, quantization_config=PymoeConfig(bits=4))``: transformers makes each stacked weight of experts
-  from the checkpoint's tensors; it is packed before the next one is read.
-- ``save_pretrained``: the packed bytes have the name of the weight itself, so that a program which does not know them
-  finds tensors of unexpected shapes, and raises. ``NAME.sizes`` holds the format's number and features.
-- ``from_pretrained(folder)`` for such files: the bytes are taken unchanged.
-- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for the files of GPT-OSS, whose
-  configuration names another method: blocks and scales are laid out for the kernels, one weight after another. The same
-  with ``PymoeConfig(bits=8, format="fp")`` for files in FP8, and ``format="affine"`` for those of GPTQ, AWQ and
-  compressed-tensors. Dense layers that these files hold in the same format stay in it, too; other weights are widened.
-- ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file, whose
-  experts stay in the format nearest to theirs, weight by weight, and whose dense layers stay where a format holds them
-  exactly: the model has several formats, and may have experts in none.
+  from the checkpoint's tensors, and pymoe packs it before the next weight is read.
+- ``save_pretrained``: the packed bytes are saved under the name of the weight itself. A program that cannot read them
+  therefore finds tensors of unexpected shapes, and raises. ``NAME.sizes`` contains the number of the format and the
+  numbers of features.
+- ``from_pretrained(folder)`` for files that pymoe has saved: the bytes are taken unchanged.
+- ``from_pretrained(name, quantization_config=PymoeConfig(bits=4, format="mxfp"))`` for files of GPT-OSS, whose
+  configuration names another method: blocks and scales are laid out for the kernels, one weight after another.
+  ``PymoeConfig(bits=8, format="fp")`` does the same for files in FP8, and ``format="affine"`` for files of GPTQ, AWQ
+  and compressed-tensors. Dense layers that the files have in the same format keep it; other weights are widened.
+- ``from_pretrained(name, gguf_file=file, quantization_config=PymoeConfig(format="stored"))`` for a GGUF file: each
+  weight of experts gets the format nearest to its own, and each dense layer keeps its codes if a format represents them
+  exactly. So the weights of a model have several formats, and some experts may not be quantised.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
-        if quantization_config.stored == gguf_files.STORED:  # their configurations name no method
+        # transformers sets this if a configuration names the method, but GGUF files have no such configuration.
+        if quantization_config.stored == gguf_files.STORED:
             self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
         """Method of files in which another program has quantised weights."""
@@ -98,11 +100,14 @@ class PymoeQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Return true: ``generate`` may compile a step over a static cache."""
+        """Return True, because ``generate`` may compile a step that uses a static cache."""
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Refuse another implementation of experts; transformers calls this before it makes the model."""
+        """Raise ValueError if the configuration requests an implementation of experts other than pymoe's.
+
+        transformers calls this before it creates the model, so this is also where the quantizer gets the configuration.
+        """
         name = interface.implementation(config)
         if name not in (None, interface.NAME):
             raise ValueError(
@@ -115,17 +120,19 @@ class PymoeQuantizer(HfQuantizer):
         """Read the header of a GGUF file; transformers calls this once it knows the path."""
         self.gguf = gguf_files.GgufFile(gguf_file)
         if self.gguf.in_parts and "output.weight" in self.gguf.tensors:
-            self._config.tie_word_embeddings = False  # transformers looks for the head in the first part alone
+            # transformers would tie the head if the first part lacks it, even if another part has it.
+            self._config.tie_word_embeddings = False
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the model; transformers passes None if nothing but a GGUF file could say it."""
+        """Return ``dtype``; if it is None, the dtype of the experts in the GGUF file, else torch's default dtype."""
         if dtype is None and self.gguf is not None:
             dtype = self.gguf.dtype
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
-        """Return what a GGUF file holds under the model's names: weights in few bits, which their operation reads, are
-        empty.
+        """Return the tensors of the GGUF file by their names in the model.
+
+        Weights that stay quantised are empty tensors, because the operation :class:`TakeFromGguf` reads them itself.
         """
         assert self.gguf is not None
         empty = torch.empty(0, dtype=torch.uint8)
@@ -140,7 +147,7 @@ class PymoeQuantizer(HfQuantizer):
             numbers = mixed_files.numbers_in(files, model)
         else:
             for _file in opened(files):
-                pass  # each is whole; the others open all of them, too
+                pass  # opening a file checks that it is whole; the other branches open all files, too
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -182,21 +189,23 @@ class PymoeQuantizer(HfQuantizer):
             check_rounded("from_pretrained", config.format)
         else:
             self._place_layers(model, numbers)
-            if config.linear_bits is None or not self.stored:  # or Pack puts each in its place
+            # If the layers are not replaced here, :class:`Pack` replaces each of them when it packs the weight.
+            if config.linear_bits is None or not self.stored:
                 quantized_dense.place_layers(model, self.dense)
             for layer in model.modules():
                 if isinstance(layer, QuantizedLinear):
                     interface.mark_initialized(layer)
-                    # transformers expects every key of the state to be a tensor of a module, and sizes are not.
+                    # Leave the sizes out of the state dict, because transformers expects each of its keys to be a
+                    # tensor of a module.
                     self._hooks.append(layer.register_state_dict_post_hook(_without_sizes))
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
 
     def _place_layers(self, model: Any, numbers: Mapping[str, int | None]) -> None:
-        """Put layers without bytes in the place of the stacked weights of a model on the meta device.
+        """Replace the stacked weights of a model by quantised layers, all on the meta device.
 
         Args:
             model: the model.
-            numbers: the numbers of their formats, if pymoe has saved the files.
+            numbers: the numbers of the weights' formats, if pymoe has saved the files.
         """
         config = self.quantization_config
         if config.format != AS_STORED:
@@ -213,7 +222,8 @@ class PymoeQuantizer(HfQuantizer):
         return not self.pre_quantized and param_name in self.weights
 
     def in_folder(self, packed: Tensor) -> Tensor:
-        """Return packed bytes in an unnamed file of the configuration's folder, or as they are if it has none.
+        """Return packed bytes in an unnamed file in the configuration's folder; return ``packed`` itself if there is no
+        folder.
 
         The file is deleted with the last reference to the tensor.
         """
@@ -221,12 +231,13 @@ class PymoeQuantizer(HfQuantizer):
         if folder is None:
             return packed
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, packed.numel())  # raises if the disk is full; a write would kill us
+            # This raises if the disk is full. Writing to the mapped file would end the process with a signal.
+            os.posix_fallocate(file.fileno(), 0, packed.numel())
             mapped = torch.from_file(file.name, shared=True, size=packed.numel(), dtype=torch.uint8)
         return mapped.view(packed.shape).copy_(packed)
 
     def kept(self, layer: QuantizedLinear) -> slice:
-        """Return the experts of a weight that are kept."""
+        """Return the slice of a weight's experts that this rank keeps: all, unless experts are spread over ranks."""
         alone = self.own is None or isinstance(layer, QuantizedDenseLinear)
         return slice(None) if alone else self.own(layer.num_experts)  # type: ignore[misc]
 
@@ -236,7 +247,7 @@ class PymoeQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         if not self.pre_quantized:
             return weight_conversions
-        # These come first, because the first converter that knows a name takes it.
+        # pymoe's converters come first, because transformers uses the first converter that matches a name.
         if isinstance(self.stored, StoredRows):
             return self._from_rows(self.stored, weight_conversions, model)
         if self.gguf is not None:
@@ -259,7 +270,9 @@ class PymoeQuantizer(HfQuantizer):
             else:
                 sizes = weight.removesuffix("$") + r"\.sizes$"
                 dense.append(interface.converter([weight, sizes], r"\1.packed", Take(self)))
-        self._originals = [(one, None) for one in dense]  # no reverse of \1 is known; saving adds its own
+        # Saving must not reverse these converters: transformers cannot reverse a target with ``\1``, and saving adds
+        # converters of its own.
+        self._originals = [(one, None) for one in dense]
         plain = [
             interface.converter([rf"\b{re.escape(own)}$"], own, AsNamed())
             for own in sorted(name.removeprefix(f"{model.base_model_prefix}.") for name in self.floating)
@@ -267,7 +280,9 @@ class PymoeQuantizer(HfQuantizer):
         return plain + take + dense + weight_conversions
 
     def _from_rows(self, stored: StoredRows, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Return converters that collect all tensors of a weight: transformers' own, and those for other weights."""
+        """Return the converters for files in the format ``stored``: pymoe's own, and transformers', changed so that
+        they collect all tensors of a weight.
+        """
         first = []
         for one, unbiased in quantized_dense.sources(model, self.dense):
             if self.quantization_config.linear_bits is not None:
@@ -303,7 +318,7 @@ class PymoeQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        # The model holds its quantizer, and copies of the model would copy the file.
+        # Free these, because a model keeps its quantizer: otherwise a copy of the model would also copy the GGUF file.
         self.gguf = self._config = self.own = None
         if self._originals:
             interface.save_as_if_loaded_by(model, self._originals)
@@ -313,8 +328,11 @@ class PymoeQuantizer(HfQuantizer):
             self.faults[name] = f"expected the checkpoint to have {tensor!r}, got none"
         needed = {f"{name}.bias" for name in self.dense} | {f"{name}_bias" for name in self.weights | self.floating}
         needed |= self.floating
-        if isinstance(self.stored, StoredRows):  # a part of a name may have kept transformers from renaming it
-            body = "" if model.base_model is model else f"{model.base_model_prefix}."  # the files may lack a new head
+        # transformers renames tensors by patterns, and a pattern may not match the part of a name that takes the place
+        # of ``weight``. The weight is then missing, so require all weights of the body.
+        if isinstance(self.stored, StoredRows):
+            # The files may lack the head, if it is new.
+            body = "" if model.base_model is model else f"{model.base_model_prefix}."
             weights = (name for name, _ in model.named_parameters() if name.endswith(quantized_dense.ENDING))
             needed |= {name for name in weights if name.startswith(body)}
         for name in sorted((self.missing & needed) - interface.tied(model) - self.faults.keys()):
@@ -324,11 +342,16 @@ class PymoeQuantizer(HfQuantizer):
             raise ValueError(f"from_pretrained: {first}" + (f" (and {len(others)} more)" if others else ""))
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the state that ``save_pretrained`` writes, under the names in the files, and metadata."""
+        """Return the state dict that ``save_pretrained`` writes, under the names in files, and an empty dictionary of
+        metadata.
+
+        The state dict is None if only an adapter is saved.
+        """
         given, self.state_to_save = self.state_to_save, None
         if interface.saves_adapter_alone(model):
             return None, {}
-        if given is not None and not given:  # ranks other than the first: FSDP gathers the state there alone
+        # FSDP gathers the state on the first rank only, so on other ranks it is empty.
+        if given is not None and not given:
             return {}, {}
         state = model.state_dict() if given is None else dict(given)
         quantised = [*_quantised(model), *quantized_dense.quantized_layers(model)]
@@ -343,9 +366,9 @@ class PymoeQuantizer(HfQuantizer):
 
 
 class _Known(ConversionOps):
-    """An operation that holds its quantizer, under the attribute name that transformers expects.
+    """An operation that has a reference to its quantizer, in the attribute that transformers expects.
 
-    transformers copies operations, with everything that they hold.
+    transformers copies operations. A copy of this one is the object itself, so that the quantizer is not copied.
     """
 
     def __init__(self, quantizer: PymoeQuantizer) -> None:
@@ -361,10 +384,10 @@ class _Known(ConversionOps):
 
 
 class Pack(_Known):
-    """Packs the stacked weights that transformers has made of a checkpoint's tensors."""
+    """Packs weights, after transformers has made them from a checkpoint's tensors."""
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str], **_: Any) -> dict[str, Any]:
-        """Return the packed bytes by their new name in the model.
+        """Pack the weights that must be packed, and return all tensors by their names in the model.
 
         Args:
             input_dict: weights, or lists of one weight, by their names in the model.
@@ -395,7 +418,8 @@ class Pack(_Known):
         expected = getattr(experts, own)
         if weight.shape != expected.shape:
             raise ValueError(f"expected the shape {tuple(expected.shape)}, got {tuple(weight.shape)}")
-        if self.hf_quantizer.stored:  # transformers leaves this to the operation there
+        # For quantised files, transformers does not cast the weight itself.
+        if self.hf_quantizer.stored:
             weight = weight.to(expected.dtype)
         config = self.hf_quantizer.quantization_config
         if path in self.hf_quantizer.dense:
@@ -416,7 +440,7 @@ class Pack(_Known):
 
 
 class _Takes(_Known):
-    """Takes weights from files; subclasses make the packed bytes from the files' tensors."""
+    """Base class of operations that take weights from files; subclasses make the packed bytes."""
 
     mapped = False
     """True if the bytes are the file's own, which are mapped and take no memory."""
@@ -425,11 +449,11 @@ class _Takes(_Known):
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
-        """Return the packed bytes.
+        """Return the packed bytes of a weight.
 
         Args:
             name: name of the weight, for errors.
-            layer: the layer that gets them.
+            layer: the quantised layer that will contain the bytes.
             tensors: the tensors of the files, by the patterns that match their names.
             source_patterns: the patterns of the converter.
 
@@ -440,7 +464,9 @@ class _Takes(_Known):
     def convert(
         self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, missing_keys: set[str], **named: Any
     ) -> dict[str, Tensor]:
-        """Return the packed bytes by their name in the model, or nothing if the tensors do not fit this model."""
+        """Return the packed bytes by their name in the model, or an empty dictionary if the tensors do not fit the
+        model.
+        """
         quantizer, path = self.hf_quantizer, full_layer_name.removesuffix(".packed")
         name = path + quantized_dense.ENDING if path in quantizer.dense else path
         missing_keys.discard(full_layer_name)
@@ -451,7 +477,8 @@ class _Takes(_Known):
             packed = self.packed(name, layer, input_dict, **named)
             if (kept := quantizer.kept(layer)) != slice(None):
                 layer.packed, packed = layer.packed[kept], packed[kept]
-                packed = packed if self.mapped else packed.clone()  # the other experts' bytes are freed
+                # Copying frees the bytes of the other experts. Mapped bytes need no copy.
+                packed = packed if self.mapped else packed.clone()
             packed = quantizer.in_folder(packed)
         except (OSError, ValueError) as error:
             quantizer.faults[name] = str(error)
@@ -468,7 +495,7 @@ class Take(_Takes):
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
-        """Return the packed bytes of the file."""
+        """Check the format and sizes of a weight that pymoe has packed, and return its bytes from the file."""
         packed, sizes = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
         expected = [*layer.sizes.tolist(), *layer.packed.shape]
         seen = [*(() if sizes is None else sizes.flatten().tolist()), *(() if packed is None else packed.shape)]
@@ -481,31 +508,36 @@ class Take(_Takes):
 
 
 class TakeBlocks(_Takes):
-    """Takes weights from files in MXFP4: packs their blocks and scales, which stay as they are."""
+    """Takes weights from files in MXFP4. It packs blocks and scales without changing them."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
-        """Return the packed bytes of the blocks and scales."""
+        """Return the packed bytes of a weight, made from its blocks and scales."""
         blocks, scales = (tensors[pattern][0] if pattern in tensors else None for pattern in source_patterns)
         return mxfp4_files.packed_weight(name, blocks, scales, layer)
 
 
 class TakeFromGguf(_Takes):
-    """Takes weights out of a GGUF file; its operand is empty."""
+    """Takes weights from a GGUF file. The tensor that transformers passes to it is empty."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
-        """Return the packed bytes of the tensors of the file."""
+        """Return the packed bytes of a weight, made from its tensors in the GGUF file."""
         gguf = self.hf_quantizer.gguf
         assert gguf is not None
-        (operand,) = tensors[source_patterns[0]]  # empty, on the device that the weight shall be on
+        # The tensor is empty. It only tells on which device the weight must be.
+        (operand,) = tensors[source_patterns[0]]
         return (gguf.stacked | gguf.dense)[name].packed(name, layer).to(operand.device)
 
 
 class _WithParts(_Known):
-    """An operation on all tensors of weights, before the operations that transformers has for such weights."""
+    """Base class of the operations that first combine the tensors of each weight, such as codes and scales, into one
+    tensor.
+
+    Then they run the operations with which transformers stacks or concatenates weights.
+    """
 
     def __init__(self, quantizer: PymoeQuantizer, weights: list[str], *operations: Any) -> None:
         super().__init__(quantizer)
@@ -522,15 +554,16 @@ class _WithParts(_Known):
 
 
 class TakeRows(_WithParts, _Takes):
-    """Takes weights from files that have experts one by one: packs their codes and scales, which stay."""
+    """Takes weights from files with separate experts. It packs codes and scales without changing them."""
 
     def packed(
         self, name: str, layer: QuantizedLinear, tensors: dict[str, list[Tensor]], source_patterns: list[str], **_: Any
     ) -> Tensor:
-        """Return the packed bytes of the codes and scales."""
+        """Return the packed bytes of a weight, made from the codes and scales of its experts."""
         try:
             found = self.stored.collected(tensors, self.weights)
-            tensors.clear()  # so that no tensor is kept longer than it is needed
+            # Keep no other reference to the tensors, so that each is freed once it has been joined.
+            tensors.clear()
             rows = {pattern: [self.stored.joined(parts) for parts in found.pop(pattern)] for pattern in list(found)}
             (all_rows,) = self._then(rows, source_patterns, **_).values()
             all_rows = all_rows[0] if isinstance(all_rows, list) else all_rows
@@ -545,7 +578,9 @@ class Widen(_WithParts):
     """Dequantises weights to the dtype of the model."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, model: Any, **_: Any) -> Any:
-        """Return the weights by their names in the model, or nothing if their tensors do not fit each other."""
+        """Return the weights by their names in the model, or an empty dictionary if the tensors of a weight do not fit
+        each other.
+        """
         path, _dot, own = full_layer_name.rpartition(".")
         dtype = getattr(model.get_submodule(path), own).dtype
         try:
@@ -556,13 +591,14 @@ class Widen(_WithParts):
                 f"expected weights in {self.stored.name}, got {full_layer_name!r}: {error}"
             )
             return {}
-        if not self.operations or isinstance(self.operations[0], Pack):  # a name's only weight
+        # Without operations to combine weights, there is a single weight.
+        if not self.operations or isinstance(self.operations[0], Pack):
             return self._then({full_layer_name: next(iter(wide.values()))[0]}, model=model, **_)
         return self._then(wide, full_layer_name=full_layer_name, model=model, **_)
 
 
 class AsNamed(ConversionOps):
-    """Leaves tensors as they are, in both directions."""
+    """Leaves tensors unchanged, both when a model is loaded and when it is saved."""
 
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **_: Any) -> dict[str, Any]:
         (tensor,) = input_dict.values()
@@ -619,12 +655,14 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
             f"model.state_dict()"
         )
     for name, parameter in model.named_parameters():
-        if ".base_layer." in f".{name}":  # PEFT's name for a wrapped module
+        # In PEFT, base_layer is the name of the module inside a wrapper.
+        if ".base_layer." in f".{name}":
             raise ValueError(
                 f"{place} without adapters, got {name!r}; merge them first (merge_and_unload() in PEFT), or save them "
                 f"alone by the PeftModel"
             )
-        if hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor"):  # a DTensor has both
+        # Do not raise for a DTensor, which has both attributes.
+        if hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "full_tensor"):
             raise ValueError(
                 f"{place} quantised by pymoe alone, got {name!r} of the class {type(parameter).__name__}, which "
                 f"another method leaves; save model.state_dict()"

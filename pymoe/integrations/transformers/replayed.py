@@ -23,7 +23,10 @@ def register() -> None:
 
 
 def find(function: str, model: nn.Module) -> dict[str, ChoosingLayer]:
-    """Return the layers of ``model``; see :data:`pymoe.nn.choices.finders`."""
+    """Return the layers of ``model`` whose choices can be recorded or replaced, by name.
+
+    See :data:`pymoe.nn.choices.finders`.
+    """
     return {
         name: _Layer(function, experts, model.get_submodule(name.rpartition(".")[0]) if "." in name else None)
         for name, experts in sparse_experts(function, model).items()
@@ -36,7 +39,8 @@ class _Layer:
         self.experts = experts
         self.block = block
         self.num_experts: int = experts.num_experts
-        self.top_k: int | None = None  # the names of its options differ between models
+        # Unknown here, because models store top_k under different names.
+        self.top_k: int | None = None
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
         def see(experts: Any, arguments: tuple[Any, ...]) -> None:
@@ -61,14 +65,19 @@ class _ReplacedChoice:
         self.hook = layer.experts.register_forward_pre_hook(self.check)
 
     def choose(self, scores: Tensor, k: int) -> Tensor:
-        """Return the replacing choice. If its shape does not fit, return the router's own, which ``check`` refuses."""
+        """Return ``choice_TK`` in the shape of the router's choice.
+
+        If it does not fit that shape, return the choice that the router would make; ``check`` then raises.
+        """
         shape = torch.Size((*scores.shape[:-1], k))
         if k != self.choice_TK.shape[1] or shape.numel() != self.choice_TK.numel():
             return torch.topk(scores, k).indices
         return self.choice_TK.to(scores.device).view(shape)
 
     def check(self, experts: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Raise ValueError unless the experts get the replacing choice, with weights from the router."""
+        """Raise ValueError unless the experts got the choice ``choice_TK``, with weights that the router could compute
+        for it.
+        """
         _, experts_TK, weights_TK = choice_of(experts, arguments)
         mode = None if self.chosen_by is None else self.chosen_by.take()
         self.used(experts_TK)

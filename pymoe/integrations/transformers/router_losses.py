@@ -1,4 +1,4 @@
-"""Auxiliary losses for transformers' routers: those of :class:`pymoe.nn.MoE`, injected in the same way."""
+"""Adds the auxiliary losses of :class:`pymoe.nn.MoE` to transformers' routers, by injecting their gradients."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ ADDED = "pymoe_losses"
 _SCORES: dict[Any, Score] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), "softmax"),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, functional.sigmoid), "sigmoid"),
-    **dict.fromkeys((torch.topk, Tensor.topk), "softmax"),  # the router then takes the softmax of the chosen logits
+    # A router that calls ``topk`` on its logits takes the softmax of the chosen logits afterwards.
+    **dict.fromkeys((torch.topk, Tensor.topk), "softmax"),
 }
 _SAME = {Tensor.float, Tensor.to, Tensor.type, Tensor.view, Tensor.reshape}
 """Functions that return the logits with another dtype or shape at most."""
 
 
 class _Logits(TorchFunctionMode):
-    """Finds the logits of a router: a product with E columns to which it applies a score function or ``topk``."""
+    """Finds the logits of a router: the product with E columns to which the router applies a score function or
+    ``topk``.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()

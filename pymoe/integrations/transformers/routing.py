@@ -32,10 +32,10 @@ class Choice(NamedTuple):
 
 
 def choice_of(experts: Any, arguments: tuple[Any, ...]) -> Choice:
-    """Return the arguments of a call of an experts module.
+    """Return the arguments of a call of an experts module: hidden states, indices and weights.
 
     Raises:
-        TypeError: the module was not called with these three tensors by position.
+        TypeError: the module was not called with exactly these three tensors, by position.
         ValueError: transformers has spread the experts over ranks, so the indices are not those of the router.
     """
     if len(arguments) != 3 or not all(isinstance(argument, Tensor) for argument in arguments):

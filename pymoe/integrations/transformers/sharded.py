@@ -68,10 +68,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def spread_model(model: nn.Module, quantizer: Any) -> bool:
-    """Spread the experts of a model before its weights are read, or make its quantizer keep only this rank's experts.
+    """Prepare the loading of a model whose experts will be spread over ranks; call this before its weights are read.
+
+    Without a quantizer, this spreads the experts. With pymoe's quantizer, it makes the quantizer keep only this rank's
+    experts.
 
     Returns:
-        True if the model is being loaded for that; otherwise nothing is done.
+        True if the model is being loaded in order to be spread; False if it is not, and nothing was done.
 
     Raises:
         ValueError: the model has a quantizer other than pymoe's.
@@ -111,15 +114,18 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
     if not any(map(is_sharded, model.modules())):
         loading = on_load.get()
         assert loading is not None, "spread_model has returned True"
-        loading.spread(model)  # its quantizer has read this rank's experts alone
+        # The quantizer has kept only this rank's experts.
+        loading.spread(model)
         for module in filter(is_sharded, model.modules()):
-            for parameter in module.parameters():  # biases are new parameters
+            # Spreading has replaced the parameters of biases, which transformers must not initialise again.
+            for parameter in module.parameters():
                 interface.mark_initialized(parameter)
         return filled
     for path, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)) if is_sharded(module) else ():
             name, spread = f"{path}.{own}".lstrip("."), cast("Any", parameter)
-            if not hasattr(parameter, "full_tensor"):  # a DTensor has it; its class would be slow to import
+            # Test for DTensor by this attribute, because importing the class would be slow.
+            if not hasattr(parameter, "full_tensor"):
                 raise RuntimeError(
                     f"from_pretrained: expected a transformers that reads parts of weights, as version 5.23 does, got "
                     f"the whole {name!r}"

@@ -31,7 +31,7 @@ AS_STORED: Literal["stored"] = "stored"
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """A format of experts in the files of another method."""
+    """The format in which files of another quantisation method store experts."""
 
     method: str
     """The name of the method in configurations of such checkpoints."""
@@ -54,11 +54,12 @@ class StoredFormat:
         Args:
             model: the model, before its weights are loaded.
             weights: names of its stacked weights.
-            bits: the bits that the configuration requests.
-            format: the format that it requests.
+            bits: the bits that the user's configuration requests.
+            format: the format that the user's configuration requests.
 
         Raises:
-            ValueError: ``bits`` and ``format`` are others, or the model's weights have other dimensions.
+            ValueError: ``bits`` and ``format`` are not those of the files, or the model's weights have their dimensions
+                in another order.
         """
         asked = ", ".join(f"{key}={value!r}" for key, value in (("bits", self.bits), ("format", self.format)) if value)
         for name in sorted(weights):
@@ -76,7 +77,9 @@ class StoredFormat:
 
 @dataclass(frozen=True)
 class StoredRows(StoredFormat, ABC):
-    """A format of files with separate experts, where each weight is in several tensors."""
+    """A format of files that store each expert separately, and each weight as several tensors, such as codes and
+    scales.
+    """
 
     bits: int
     format: WeightFormat
@@ -88,7 +91,7 @@ class StoredRows(StoredFormat, ABC):
 
     @abstractmethod
     def tensors_in(self, files: Iterable[str]) -> set[str]:
-        """Return the names of the tensors of quantised weights in those files that are safetensors.
+        """Return the names of the tensors of quantised weights in the safetensors files among ``files``.
 
         Raises:
             ValueError: a weight lacks a tensor that it must have.
@@ -96,23 +99,27 @@ class StoredRows(StoredFormat, ABC):
 
     @abstractmethod
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Join a weight's tensors, given by their parts, into rows of bytes, (..., N, bytes) uint8.
+        """Join the tensors of a weight into rows of bytes, (..., N, bytes) uint8.
+
+        Args:
+            parts: the tensors, by the part of the tensor's name that takes the place of ``weight``.
 
         Raises:
-            ValueError: a part is missing, has another shape or dtype, or has values that cannot be kept.
+            ValueError: a tensor is missing or has another shape or dtype, or a value cannot be represented without
+                rounding.
         """
 
     @abstractmethod
     def packed_weight(self, name: str, rows: Tensor, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of a stacked weight, with every code and scale as it is.
+        """Return the packed bytes of a stacked weight; every code and scale is kept unchanged.
 
         Args:
             name: name of the weight, for errors.
             rows: (E, N, bytes), from :meth:`joined`.
-            layer: a layer of the sizes that the model needs.
+            layer: a layer with the sizes that the model needs.
 
         Raises:
-            ValueError: the sizes are others, or the weights are no finite numbers.
+            ValueError: ``rows`` do not have these sizes, or a weight is not a finite number.
         """
 
     @staticmethod
@@ -127,30 +134,43 @@ class StoredRows(StoredFormat, ABC):
 
     @staticmethod
     def numbers_after(rows: Tensor, inputs: int) -> Tensor:
-        """Return the float32 values that follow the codes, one byte for each input, in rows of bytes."""
-        # A copy, since even contiguous bytes may start at an address that is not aligned for float32.
+        """Return the float32 values from rows of bytes, in which they follow the codes; the codes take ``inputs``
+        bytes.
+        """
+        # Copy the bytes, since even contiguous bytes may start at an address that is not aligned for float32.
         return rows[..., inputs:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
     @abstractmethod
     def dequantized(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return a weight of another layer as (N, H) float32; errors are those of :meth:`joined`."""
+        """Dequantise a weight that pymoe does not pack; return (N, H) float32. Errors are those of :meth:`joined`."""
 
     def widened(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return a weight of another layer, quantised or not, in the dtype of the model."""
+        """Return, in ``dtype``, a weight that pymoe does not pack. The files may have it quantised or not."""
         if set(parts) == {WEIGHT} and parts[WEIGHT].dtype.itemsize > 1:
             return parts[WEIGHT].to(dtype)
         return self.dequantized(parts).to(dtype)
 
     def sources(self, weights: Iterable[str], *, unbiased: bool = False) -> list[str]:
-        """Return patterns for the names of weights' tensors, from those for the names of the weights."""
+        """Return patterns for the names of the tensors that make up weights, given the patterns for the names of the
+        weights.
+        """
         parts = self.parts + (self.of_unbiased if unbiased else ())
-        # "weight" is last: before transformers 5.23 its pattern, if it has no ``$``, matches "weight_scale_inv", too.
+        # The tensors "weight" come last: before transformers 5.23, a pattern for "weight" without ``$`` would also
+        # match the name "weight_scale_inv".
         return [_pattern(weight, part) for part in reversed(parts) for weight in weights]
 
     def collected(
         self, tensors: Mapping[str, list[Tensor]], weights: Iterable[str]
     ) -> dict[str, list[dict[str, Tensor]]]:
-        """Return the tensors of weights that a converter has collected, by the patterns of the weights' names.
+        """Group the tensors that a converter has collected by weight.
+
+        Args:
+            tensors: the tensors, by the patterns that match their names.
+            weights: patterns for the names of weights.
+
+        Returns:
+            A dictionary with a list for each pattern in ``weights`` that has tensors. An element of the list is a
+            weight: a dictionary of its tensors by part.
 
         Raises:
             ValueError: some of the weights have a part that others lack.
@@ -170,17 +190,17 @@ class StoredRows(StoredFormat, ABC):
     def check_conversions(
         self, model: Any, conversions: Iterable[Any], names: Iterable[str], weights: Iterable[str]
     ) -> None:
-        """Raise if a quantised weight would reach the model without its scales, or another one in a lower precision.
+        """Raise if transformers would convert a quantised weight without its scales, or keep other weights in float32.
 
         Args:
             model: the model, before its weights are loaded.
-            conversions: transformers' own converters that get no scales.
+            conversions: the converters of transformers to which pymoe passes no scales.
             names: names of the tensors of quantised weights in the files.
             weights: last parts of the names of stacked weights.
 
         Raises:
-            ValueError: a name is neither that of a stacked weight nor of a part; one of the converters takes it; or
-                transformers keeps a weight in float32 in a model of another dtype.
+            ValueError: the last part of a name is neither that of a stacked weight nor in ``parts``; one of the
+                converters takes a tensor; or transformers keeps a weight in float32 in a model of another dtype.
         """
         names = sorted(names)
         known = (*weights, *self.parts)
@@ -200,10 +220,10 @@ class StoredRows(StoredFormat, ABC):
 
 
 def opened(files: Iterable[str]) -> Iterator[Any]:
-    """Yield those files that are safetensors, open.
+    """Open the safetensors files among ``files``, one after another, and yield each of them.
 
     Raises:
-        ValueError: a file is cut short.
+        ValueError: a file is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -218,7 +238,10 @@ def opened(files: Iterable[str]) -> Iterator[Any]:
 
 
 def _pattern(weight: str, part: str) -> str:
-    """Return the pattern for the name of a part, from that for the name of a weight, which may end in ``$``."""
+    """Return the pattern for the name of a weight's tensor, given the pattern for the name of the weight.
+
+    Both may end in ``$``. ``part`` takes the place of ``weight`` in the name.
+    """
     stem = weight.removesuffix("$")
     end = weight[len(stem) :]
     return (stem.removesuffix(WEIGHT) + part if stem.endswith(WEIGHT) else stem + part.removeprefix(WEIGHT)) + end

@@ -74,7 +74,8 @@ def enable(model: nn.Module) -> list[str]:
         if before != interface.NAME:
             setattr(module, _BEFORE, marks.setdefault(id(module.config), {_BEFORE: before}))
             changed.append(name)
-    for _, module in behind:  # only after the loop that reads them, because modules share configurations
+    # A second loop, because modules share configurations: setting one would change what the first loop reads.
+    for _, module in behind:
         interface.set_implementation(module, interface.NAME)
     for name, module in outside:
         if not isinstance(module, OnPymoe):
@@ -113,7 +114,8 @@ def disable(model: nn.Module) -> list[str]:
                 f"disable: expected {name or 'the module'} to have the class that enable gave it, got "
                 f"{type(module).__name__}, derived from it since; undo that first"
             )
-    for _, module, implementation in behind:  # `behind` was read before this, because modules share configurations
+    # Modules share configurations, so ``behind`` was computed before any configuration is changed.
+    for _, module, implementation in behind:
         interface.set_implementation(module, implementation)
     for _, module, mark in marked:
         mark.clear()
@@ -134,7 +136,7 @@ class OnPymoe:
 
 @functools.cache
 def _on_pymoe(cls: Any) -> Any:
-    """Return a subclass of ``cls`` with the same name and the forward on pymoe."""
+    """Return a subclass of ``cls`` that has the same name, and a forward that runs on pymoe."""
     on_pymoe = FORWARDS[place(cls)]
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
