@@ -17,7 +17,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V normal_cdf(V x, V& gauss) {
   return x > 0.0f ? 1.0f - tail : tail;
 }
 
-// Returns (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and stores 2 du/dx in `slope`.
+// Returns (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)), the factor of x in gelu_tanh, and stores 2 du/dx in `slope`; see
+// GeluTanh for u. Beyond kSaturated, both are those at kSaturated, where the factor is 0 or 1.
 template <typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V tanh_gate(V x, V& slope) {
   using S = element_t<V>;
@@ -59,7 +60,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE V activate(V x, V up, const SwigluClamp<element_t
   }
 }
 
-// Returns the gradient of x (of the gate, for gated kinds), and stores the gradient of up in `grad_up`.
+// Returns the gradient of x (of the gate, for gated kinds). For gated kinds, also stores the gradient of up in
+// `grad_up`.
 template <Activation kind, typename V>
 PYMOE_HOST_DEVICE PYMOE_INLINE V differentiate(V grad, V x, V up, V& grad_up, const SwigluClamp<element_t<V>>& clamp) {
   using S = element_t<V>;

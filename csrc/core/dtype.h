@@ -2,7 +2,8 @@
 // device) share.
 //
 // Widening is exact and rounding is to nearest even; NaN stays NaN (with any payload), infinities and signed zeros stay
-// exact. A GPU has an instruction for each conversion; on other processors, integer operations do the same.
+// exact. A GPU has instructions for these conversions; elsewhere, integer operations do the same, and for subnormal
+// fp16 numbers a multiplication or an addition in fp32.
 #pragma once
 
 #include <cstdint>

@@ -15,8 +15,8 @@ struct ExpertBiases {
   int64_t experts = 0;
 };
 
-// Returns the first expert whose rows end after `row`: its owner. For a row past offsets[experts], which no expert
-// owns, it returns `experts`. The result is in 0..experts for any values of the offsets.
+// Returns the first expert whose rows end after `row`: its owner. Returns `experts` for a row from offsets[experts] on,
+// which no expert owns. The result is in 0..experts for any values of the offsets.
 PYMOE_HOST_DEVICE PYMOE_INLINE int64_t expert_of_row(const int32_t* offsets, int64_t experts, int64_t row) {
   int64_t first = 0, count = experts;
   while (count > 0) {
@@ -28,7 +28,8 @@ PYMOE_HOST_DEVICE PYMOE_INLINE int64_t expert_of_row(const int32_t* offsets, int
   return first;
 }
 
-// Returns the bias of `row`, an array of N elements, or null if no expert owns the row.
+// Returns the bias of `row`, an array of N = `features` elements, or null if no expert owns the row. biases.data must
+// not be null.
 template <typename T>
 PYMOE_HOST_DEVICE PYMOE_INLINE const T* bias_of_row(const ExpertBiases& biases, int64_t row, int64_t features) {
   const int64_t expert = expert_of_row(biases.offsets, biases.experts, row);

@@ -1,6 +1,7 @@
-// Lets both modules be loaded on systems whose glibc and libstdc++ are older than the compiler's, as far back as
-// torch's own wheels go (manylinux_2_28, with GLIBCXX_3.4.24). It defines the functions and variables that newer
-// headers of libstdc++ refer to and that older libraries do not export. All are hidden, so no other library sees them.
+// Together with glibc_flags of setup.py, lets both modules be loaded on systems whose glibc and libstdc++ are older
+// than the compiler's, as far back as torch's own wheels go (manylinux_2_28, with GLIBCXX_3.4.24). Defines the
+// functions and variables that newer headers of libstdc++ refer to and that older libraries do not export. All are
+// hidden, so no other library sees them.
 //
 // Functions are defined by their assembler names, because a program must not define names in namespace std.
 #include <features.h>
@@ -18,7 +19,7 @@ PYMOE_HIDDEN extern char never_single_threaded __asm__("__libc_single_threaded")
 char never_single_threaded = 0;
 }
 
-// GLIBCXX_3.4.29: std::__throw_bad_array_new_length(), thrown when a container is asked for more elements than memory
+// GLIBCXX_3.4.29: std::__throw_bad_array_new_length(), called when a container is asked for more elements than memory
 // can address.
 PYMOE_HIDDEN [[noreturn]] void throw_bad_length() __asm__("_ZSt28__throw_bad_array_new_lengthv");
 void throw_bad_length() { throw std::bad_array_new_length(); }

@@ -12,7 +12,8 @@ namespace pymoe {
 
 enum class Score : int8_t { kSoftmax, kSigmoid };
 
-// The smallest sum of chosen scores, or of sigmoid scores, by which scores are divided. It replaces smaller sums.
+// Where scores are divided by the sum of a token's chosen scores, or of its sigmoid scores, this replaces a smaller
+// sum.
 inline constexpr double kScoreSumFloor = 1e-20;
 
 // Sums over experts run in this many interleaved lanes: lane i adds values i, i + 16, i + 32, ... in turn; then lanes

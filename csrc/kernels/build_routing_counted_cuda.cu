@@ -2,8 +2,8 @@
 //
 // Choices are cut into tiles, one block each: the choices of one tile of the gate, or of several. The first row of a
 // tile for an expert follows from two counts of the expert's choices: in all tiles, and in earlier tiles. The gate has
-// counted both tile by tile (choice_counts.h). So every block adds up the gate's counts, instead of counting all
-// choices or needing a launch that does; the first block writes the sums, `load`.
+// counted the choices in each of its tiles (choice_counts.h). So every block adds up the gate's counts, instead of
+// counting all choices or needing a launch that does; the first block writes the sums, `load`.
 //
 // A thread adds the counts of four experts, as two words of two 16-bit sums each. First, every group of threads adds up
 // its share of the tiles: every groups-th tile. Then one thread per four experts adds the sums of the groups. The rest
@@ -23,7 +23,7 @@ constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarp;
 // Largest number of blocks. Each block reads all of the gate's counts, so more blocks read more.
 constexpr int64_t kMostTiles = 128;
-constexpr int64_t kMostGroups = 32;  // maximum number of counts that one thread adds
+constexpr int64_t kMostGroups = 32;  // maximum number of groups of threads; one thread adds the sums of all groups
 constexpr int kPack = ChoiceCounts::kCountPack;
 // The limit of the number of experts gives every pack a thread, and leaves half of the warps for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
@@ -71,8 +71,8 @@ PYMOE_DEVICE int count_in(const Sums& sums, int i) {
   return static_cast<int>(i % 2 == 0 ? sums[i / 2] & 0xffffu : sums[i / 2] >> 16);
 }
 
-// Adds up the counts of the thread's pack over the tiles of its group, and writes the two sums to `parts`: the sums
-// over all tiles in its first half, those over earlier tiles in its second half.
+// Adds up the counts of the thread's pack of experts over the tiles that the thread's group reads. Writes the sums over
+// all these tiles to the first half of `parts`, and the sums over those before the block's first tile to the second.
 PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   constexpr int kLoads = 8;
   const int thread = static_cast<int>(threadIdx.x), group = thread >> s.lanes_log2;

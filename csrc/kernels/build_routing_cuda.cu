@@ -5,21 +5,21 @@
 // expert's choices: in all tiles (which gives the offsets) and in earlier tiles. Blocks never wait for one another, so
 // they get these counts in one of two ways:
 //
-//   one launch    every block counts all choices itself. It reads 4 S bytes from L2, which is 128 KiB per block for the
-//                 S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of some seven
-//                 instructions each (sm_90). Each lane adds to a separate column of counters, which lies in one bank.
-//                 One addition updates both counts, of 16 bits each.
+//   one launch    every block counts all choices itself. It reads 4 S bytes from L2 (8 S for int64), which is 128 KiB
+//                 per block for the S = 32768 of 4096 tokens and 8 choices, and makes S additions in shared memory, of
+//                 some seven instructions each (sm_90). If the block has 32 warps, each lane adds to a separate column
+//                 of counters, which lies in one bank; with 16 warps, two lanes share a column, in two banks. One
+//                 addition updates both counts, of 16 bits each.
 //   two launches  a first kernel writes every tile's histogram to the workspace, and every block of the second one
-//                 sums them. This has twice the launches, but the work of a block no longer grows with S.
+//                 sums them. This has twice the launches, but a block counts only its own tile.
 //
 // The rest is the same for both: a scan over the experts gives offsets; every warp of the block owns a stretch of the
 // tile and counts it; a prefix over the warps gives each its first row per expert; then the warp takes 32 choices at a
 // time, and __match_any_sync gives their ranks among the choices of the same expert. Ranks follow the order of the
 // choices everywhere, so the sort is stable, and no result depends on the order in which blocks run.
 //
-// A block has (warps + 2) * E counters. They are in shared memory for up to some thousand experts (fewer warps make
-// room for more experts), otherwise in the workspace. Nothing needs initialisation: all memory is written before it is
-// read.
+// A block has (warps + 2) * E counters. They are in shared memory for up to 4218 experts (fewer warps make room for
+// more experts), otherwise in the workspace. Nothing needs initialisation: all memory is written before it is read.
 #include <algorithm>
 #include <type_traits>
 
@@ -118,8 +118,8 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int i = thread; i < experts * columns; i += threads) counts[i] = 0;
   __syncthreads();
 
-  // All loads of a batch are issued before the first value is used. Elements of a pack past the last choice add 0 to
-  // the counts.
+  // All loads of a batch are issued before the first value is used. Past the last pack, that pack is loaded again and
+  // adds 0 to the counts.
   const int packs = reinterpret_cast<uintptr_t>(named) % sizeof(Wide) == 0 ? rows / kWide : 0;
   for (int batch = thread; batch < packs; batch += kLoads * threads) {
     Wide loaded[kLoads];
@@ -142,7 +142,7 @@ PYMOE_DEVICE void count_all(const Index* PYMOE_RESTRICT named, int rows, int til
   for (int64_t expert = thread; expert < experts; expert += threads) {
     unsigned both = 0;
     for (int i = 0; i < columns; ++i)
-      both += counts[expert * columns + ((expert + i) & (columns - 1))];  // bank by bank
+      both += counts[expert * columns + ((expert + i) & (columns - 1))];  // spreads the lanes over the banks
     total[expert] = static_cast<int32_t>(both & 0xffffu);
     before[expert] = static_cast<int32_t>(both >> 16);
   }

@@ -10,7 +10,7 @@ struct ChoiceCounts {
   uint16_t* values = nullptr;  // (tiles, stride)
   int64_t tiles = 0;
   int64_t tokens = 0;  // tokens per tile; fewer in the last one
-  int64_t stride = 0;  // number of experts, padded with zeros to a multiple of kCountPack
+  int64_t stride = 0;  // number of experts rounded up to a multiple of kCountPack; the counts past them are zeros
 
   static constexpr int64_t kCountPack = 4;  // loaded at once
   // An expert has at most one choice per token: with at most this many tokens every sum of counts fits into 16 bits.

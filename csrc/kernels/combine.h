@@ -23,10 +23,9 @@
 //
 // Slots must be -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
 // a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). For any slots and
-// *used, neither touches memory outside the tensors, and every element of out and dweights is written. A row of dy
-// below *used that no slot names is not written. A row that two slots name gets a gradient of either (on the GPU the
-// elements of such a row may come from both). Rows from *used on are 0 even if a slot names them. Row offsets are
-// 64-bit.
+// *used, neither touches memory outside the tensors and, unless it throws, every element of out and dweights is
+// written. A row of dy below *used that no slot names is not written. Each element of a row that two slots name comes
+// from the gradient of either. Rows from *used on are 0 even if a slot names them. Row offsets are 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +39,7 @@ namespace pymoe {
 struct CombineInput {
   const void* y;          // (S, H); read by the backward for dweights only
   const int32_t* slot;    // (T, K)
-  const void* weights;    // (T, K) in accumulate type, or null: every weight is one; read by the backward for dy only
+  const void* weights;    // (T, K) in accumulate type; null (forward only): all are 1; the backward reads them for dy
   int64_t tokens;         // T
   int64_t choices;        // K
   int64_t rows;           // S; T * K or any other number

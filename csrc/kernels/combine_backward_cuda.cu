@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kRowThreads, (kBiased ? 1 : kResident<T, kByte
     if (warps > 1) {
       __syncthreads();
       if (there && lane < kAtOnce && begin + lane < a.choices) {
-        S total = of_block[warp * kAtOnce + lane];  // read from the group's first warp
+        S total = of_block[warp * kAtOnce + lane];  // this thread is in the group's first warp
         for (int i = 1; i < warps; ++i) total = total + of_block[(warp + i) * kAtOnce + lane];
         a.dweights[token * a.choices + begin + lane] = total;
       }

@@ -14,7 +14,7 @@
 namespace pymoe::cpu {
 namespace {
 
-// Returns the minimum number of tokens per thread: their rows take about 64 KiB.
+// Returns the minimum number of tokens in a range for one thread: at least one; their rows take about 64 KiB.
 int64_t grain(int64_t choices, int64_t row_bytes) {
   return std::max<int64_t>(1, (int64_t{64} << 10) / ((1 + choices) * std::max<int64_t>(row_bytes, 1)));
 }

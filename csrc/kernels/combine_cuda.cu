@@ -1,7 +1,7 @@
-// Gather-sum on the GPU. A group of threads owns a token; the slots and weights of its choices are read once into
-// registers. Every thread then takes one pack of columns at a time: it issues the loads of up to eight choices' rows
-// before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing, so there is
-// no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
+// Gather-sum on the GPU. A group of threads owns a token; the slots and weights of up to eight choices are read once
+// into registers. Every thread then takes one pack of columns at a time: it issues the loads of up to eight choices'
+// rows before it uses the first, adds them in the order of the choices, and stores once. Threads share nothing, so
+// there is no barrier and no temporary. The order of every sum, and so every bit, is the same as in the CPU twin.
 //
 // Memory traffic is the limit: (S + T) rows move, each once (528 MB for T 4096, K 8, H 7168 in bf16). To keep an H200's
 // memory busy some 25 KB must be in flight in every SM (4.8 TB/s for 0.7 us over 132 SMs). Eight loads of 16 bytes are
@@ -68,7 +68,7 @@ inline constexpr int kResident = (kAtOnce <= 2   ? 5
                                                  : 3) -
                                  (kBiased ? 1 : 0);
 
-// kInRounds: tokens have more choices than kAtOnce, so slots and weights are read again for every column.
+// kInRounds: tokens may have more choices than kAtOnce, so slots and weights are read again for every column.
 template <typename T, int kBytes, int kAtOnce, bool kInRounds, bool kBiased>
 __global__ void __launch_bounds__(kRowThreads, (kResident<kAtOnce, kBiased>))
     combine_kernel(const T* PYMOE_RESTRICT y, const int32_t* PYMOE_RESTRICT slots,

@@ -11,8 +11,8 @@
 //
 // `slot` must contain -1 (dropped) or a row in [0, S). The CPU twin throws std::out_of_range for other values; the CUDA
 // twin skips such a choice. *used is clamped to [0, S]; an unused row is zero even if a slot names it. Neither ever
-// writes outside `out`. The result is a permutation of the input bytes: exact, and the same for any number of threads.
-// There is no workspace.
+// writes outside `out`. Bytes are only copied, so the result is exact and, unless two choices name the same slot, the
+// same for any number of threads. There is no workspace.
 #pragma once
 
 #include <cstdint>

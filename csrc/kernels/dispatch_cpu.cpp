@@ -13,7 +13,7 @@ namespace pymoe::cpu {
 namespace {
 
 // Rows of an output that is larger than the caches are stored with non-temporal stores: a cached store would first read
-// the line that it overwrites, which adds half as much traffic.
+// the line that it overwrites, which doubles the traffic of the stores.
 #if defined(__SSE2__)
 // Outputs of at least this size are streamed, since they would evict everything else from a last-level cache.
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;

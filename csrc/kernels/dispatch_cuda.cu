@@ -6,10 +6,10 @@
 //
 // With K = 8, eight times as many bytes are written as read, so stores must be wide and never wait. A token's slots are
 // therefore read once per thread, 8 at a time, together with the row. If input and output together are larger than a
-// GPU's L2, streaming stores are used: later reads would not find the rows in L2 anyway.
+// GPU's L2, streaming stores are used (for words of 16 bytes): later reads would not find the rows in L2 anyway.
 //
-// The same threads then clear the rows from *used on, a share each: nothing if no choice was dropped, and with the
-// bandwidth of the whole GPU if many were. A choice whose slot is not in [0, *used) is skipped, so no two blocks
+// The same threads then clear the rows from *used on, a share each: nothing if all rows are in use, and with the
+// bandwidth of the whole GPU if many are not. A choice whose slot is not in [0, *used) is skipped, so no two blocks
 // write to the same address unless two choices name the same slot.
 #include <algorithm>
 

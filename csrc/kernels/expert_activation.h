@@ -21,8 +21,8 @@
 //
 // The backward recomputes from h. Everything is in fp32 (fp64 for fp64) and rounded once; NaN stays NaN. All tensors
 // are contiguous. An element depends only on its own inputs, by the steps of core/activation.h, so results are the same
-// for any number of threads and on the GPU. The exception is fp64's gelu, where the two libraries' erfc may differ in
-// the last bits. There is no workspace.
+// for any number of threads and on the GPU. The exceptions are gelu and geglu in fp64, where the two libraries' erfc
+// may differ in the last bits. There is no workspace.
 #pragma once
 
 #include <cstdint>

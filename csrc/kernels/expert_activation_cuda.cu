@@ -1,11 +1,12 @@
-// Expert activations on the GPU: element by element, by the steps of core/activation.h, with the CPU twin's bits.
+// Expert activations on the GPU: element by element, by the steps of core/activation.h, with the CPU twin's bits
+// (except gelu and geglu in fp64).
 //
 // A row is cut into chunks of 16 bytes. A thread takes two of them, issues the loads of both (of gate and up, and of
 // grad for the backward) before it computes, and stores each result once. So 64 bytes are in flight per thread for
 // swiglu, and 96 for its backward; some 25 KB per SM are enough to keep an H200's memory busy. A row's base is computed
-// in 64 bits, once per thread, without a division per element. Without a gate all rows form one long row, whose last
-// chunk may be partial; with one, a chunk never crosses from gate to up. If the tensors or F do not allow accesses of
-// 16 bytes, elements are moved one by one.
+// in 64 bits, once per thread, without a division per element. Without a gate and biases all rows form one long row,
+// whose last chunk may be partial; with a gate, a chunk never crosses from gate to up. If the tensors or F do not allow
+// accesses of 16 bytes, or if gate and up are interleaved, elements are moved one by one.
 //
 // With biases every row is a row of its own. A thread searches the offsets for its row's expert once, and loads the
 // chunks of the expert's bias with those of h; other rows of the expert read them, too, so the caches keep them.

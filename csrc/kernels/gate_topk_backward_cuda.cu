@@ -4,9 +4,9 @@
 // A group of 16 lanes owns a token (one lane per lane of the sums in core/score.h); a block's tokens are consecutive.
 // Rows of gradients are assembled in shared memory, or in the workspace if shared memory is too small: first the lanes
 // write the gradients of unchosen experts everywhere, then the lane that owns a chosen element replaces it. Then the
-// block writes its rows, one stretch of memory, once, in 16-byte stores for any E. For a renormalised softmax over
-// logits, the usual gate, only the logits of the chosen experts are read: the kernel moves little more than the
-// gradients that it writes.
+// block writes its rows, one stretch of memory, once, in 16-byte stores (for any E, if a block has at least eight
+// rows). For a renormalised softmax over logits, the usual gate, only the logits of the chosen experts are read: the
+// kernel moves little more than the gradients that it writes.
 #include <algorithm>
 
 #include "kernels/cuda/lane_group.h"
@@ -112,7 +112,7 @@ class Token {
   }
 
   // Computes the gradients for a renormalised softmax if the best expert is among the chosen. The gradients of experts
-  // that are not chosen are 0.
+  // that are not chosen are 0, or NaN if the scores are NaN.
   PYMOE_DEVICE void chosen_softmax_backward() {
     int64_t first = 0;
     while (first < a_.choices && !inside(experts_[first])) ++first;

@@ -38,7 +38,7 @@ void select_sorted(const S* row, int64_t size, int64_t choices, int64_t stride, 
   }
 }
 
-constexpr int64_t kTile = 16;  // maximum number of tokens that any instruction set processes at once
+constexpr int64_t kTile = 16;  // no instruction set processes more tokens at once
 
 struct alignas(64) Line {
   unsigned char bytes[64];

@@ -3,20 +3,21 @@
 // A group of 4 to 32 lanes owns a token. Element l + n * kLanes of the row belongs to lane l: consecutive lanes load
 // consecutive elements, so that every load fills its sectors for any E and any alignment. In a group of up to 16 lanes,
 // a lane computes whole partial sums ("lanes") of core/score.h; in a group of 32, two lanes share each of them. Rows of
-// up to 512 experts stay in registers as 32-bit keys, and all loads of a row are in flight together; longer rows and
-// fp64 stay in a buffer (in shared memory, or in the workspace if shared memory is too small), with eight loads per
-// lane in flight. A bias is loaded in the same way as the row.
+// up to 512 experts (256 if the scores of the whole row are needed) stay in registers as 32-bit keys, and all loads of
+// a row are in flight together; longer rows and fp64 stay in a buffer (in shared memory, or in the workspace if shared
+// memory is too small), with eight loads per lane in flight. A bias is loaded in the same way as the row.
 //
 // The time is limited by instructions, not by bytes. Choosing one expert per pass over the row, as other
 // implementations do, takes many instructions in K dependent passes. Instead (choose.h), maxima of parts of the row
 // give a bound that leaves little more than K candidates, which are ranked against each other. Passes, which need no
-// memory, are made only for one or two choices, for more choices than maxima, and for rows with too many ties at the
-// bound.
+// memory, are made only for one or two choices, for more choices than maxima, and for rows with too many candidates,
+// such as ties at the bound.
 //
 // Weights are computed by the lanes of the group in parallel, in the operations and order of the CPU twin: all outputs
-// have its bits. Loads are counted in shared memory, then added by one integer atomic per expert and block, in any
-// order. A memset before the launch sets these sums to zero: blocks cannot wait for each other, so none of them can
-// clear the memory for all. If one block has all tokens, there is no memset, and the block writes its counts.
+// have its bits. Loads are counted in shared memory (of more than 8192 experts: directly in `load`), then added by one
+// integer atomic per expert and block, in any order. A memset before the launch sets these sums to zero: blocks cannot
+// wait for each other, so none of them can clear the memory for all. If one block has all tokens, there is no memset,
+// and the block writes its counts.
 #include <algorithm>
 #include <type_traits>
 

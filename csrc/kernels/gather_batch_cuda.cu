@@ -8,9 +8,10 @@
 // The output, not the list, is cut over the grid, 16 KiB per block, so one large tensor and a thousand small ones are
 // distributed equally well. A block looks up its first and last byte in the table (all threads read the same entry: a
 // broadcast from the constant cache) and keeps the entries between them in shared memory. A thread owns four 16-byte
-// words of the output, and finds the source of each. If the source is aligned like the output, the word is copied as a
-// whole, with four loads in flight; otherwise it is read as widely as the source's alignment allows, and still written
-// as 16 bytes. Words that two sources share, and the ends of the output, are copied byte by byte.
+// words of the output, and finds the source of each. If the sources of all four are aligned like the output, the words
+// are copied as wholes, with four loads in flight; otherwise each is read in pieces as wide as its source's alignment
+// allows, at most 8 bytes, and still written as 16 bytes. Words that two sources share, and the ends of the output, are
+// copied byte by byte.
 #include <algorithm>
 
 #include "kernels/cuda/launch.h"

@@ -17,8 +17,8 @@
 // Sums are kept in fp32 (fp64 for fp64) and rounded once. The terms of an output element are added in an order that
 // depends only on the length of its sum and on the operands' strides: results are the same for any number of threads,
 // and a row of y does not depend on the rows around it. (If torch's grouped GEMM makes the product,
-// ops/torch_grouped_mm.h, the order is torch's.) On processors that multiply bf16 (AVX512_BF16), the CPU twin treats
-// subnormal operands in bf16, and sums of their products that would be subnormal, as zero.
+// ops/torch_grouped_mm.h, the order is torch's.) With the instruction sets v4_bf16 and amx (cpu/isa.h), the CPU twin
+// treats subnormal operands in bf16, and sums of their products that would be subnormal, as zero.
 //
 // `offsets` must start at 0, not decrease, and not exceed S; `order` must name rows in [0, S), none twice. Otherwise
 // the CPU twin throws std::invalid_argument or std::out_of_range before it accesses any row. The CUDA twin, which reads
@@ -51,7 +51,7 @@ struct GroupedArguments {
   int64_t output_features;         // N
   int64_t experts;                 // E, below 2^30
   DType dtype;                     // of every tensor
-  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values; content irrelevant; unused on the CPU
+  int32_t* workspace;              // cuda::grouped_linear_workspace(E) values of any content; unused on the CPU
   const int32_t* order = nullptr;  // (S,), or null: rows are sorted
 };
 

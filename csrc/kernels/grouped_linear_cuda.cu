@@ -3,8 +3,8 @@
 // in the plan. The grid is the largest number of tiles for any offsets, so blocks may find no tile and end. A tile runs
 // over the whole depth of its sum, in the same steps for any size: results do not depend on the grid.
 //
-// 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128, or of 64 x 128 where
-// experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
+// 16-bit floats go through the tensor cores (kernels/cuda/tensor_tile.h) in tiles of 128 x 128; y in tiles of 64 x 128
+// if experts have fewer than 128 rows on average. fp32 and fp64 go through the CUDA cores (kernels/cuda/tile_gemm.h).
 //
 // Tiles of 128 x 256 would read fewer bytes, but are not used. Compiled as an experiment, their 256 threads took 223 to
 // 240 registers each, without a spill, so only one block fits a multiprocessor, and no other block multiplies while it
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(CudaCoreTile<T>::kThreads)
 
 constexpr int kClearThreads = 256;
 
-// Clears all of y if some rows have no expert. The rows of experts are written afterwards.
+// Clears all of y if some rows have no expert; used with an order. The rows of experts are written afterwards.
 template <typename T>
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(T* y, GroupPlan plan, int experts, int64_t rows, int64_t output_features) {

@@ -20,7 +20,7 @@
 //
 // Rows past offsets[E] have no expert: their y or dx is zero, and their x or grad is never read. Every element of the
 // output is written. `offsets` must start at 0, not decrease, and end within S: otherwise std::invalid_argument or
-// std::out_of_range is thrown before any memory is touched. All tensors are contiguous. CPU only.
+// std::out_of_range is thrown before any other memory is touched. All tensors are contiguous. CPU only.
 #pragma once
 
 #include <cstdint>
@@ -58,12 +58,12 @@ struct QuantizedInputGradArguments {
   DType dtype;             // dtype of grad and dx: fp32, bf16 or fp16
 };
 
-inline constexpr int64_t kDecodedBytes = 1 << 20;  // of a thread, which keeps them between calls
+inline constexpr int64_t kDecodedBytes = 1 << 20;  // of decoded weights, in a buffer that each thread keeps
 
 // The numbers that belong to the 128 rounded integers of a row's block of inputs.
 struct RoundedBlock {
   float step;     // NaN if the block has a NaN or an infinity; the integers are then zero
-  int32_t zero;   // int8: the part of each sum that comes from the code of zero
+  int32_t zero;   // int8: 128 (the code of zero) times the sum of the integers
   float sums[4];  // 4 bits: the sums of the integers of each group of 32
 };
 

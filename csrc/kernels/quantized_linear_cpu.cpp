@@ -28,7 +28,7 @@ struct Way {
   void (*round_block)(const T*, int64_t, int8_t*, RoundedBlock&);
   void (*multiply_tile)(const uint8_t*, int64_t, const RoundedRows&, const T*, T*, int64_t, int64_t);
   int64_t row_bytes;    // of a block's integers
-  int64_t panel_bytes;  // most bytes of the integers of all blocks in one task, which are read for each tile
+  int64_t panel_bytes;  // most bytes of rounded rows in a task of over 96 rows; they are read for each tile
 };
 
 // Calls f with subnormal numbers enabled, even if the thread is set to flush them to zero.
@@ -177,8 +177,8 @@ void multiply(const QuantizedLinearArguments& a) {
   clear_unused(a, a.outputs);
 }
 
-// Returns the number of inputs of an expert that are decoded at a time: a multiple of 32, and so small that there are
-// several tasks per thread. The number does not affect the results.
+// Returns the number of inputs of an expert that are decoded at a time: a multiple of 32, and if possible so small that
+// there are several tasks per thread. The number does not affect the results.
 int64_t inputs_together(int64_t inputs, int64_t input_bytes, int64_t experts) {
   const auto slices = [&](int64_t width) { return (inputs + width - 1) / width; };
   int64_t width = std::max<int64_t>(1, kDecodedBytes / std::max<int64_t>(1, input_bytes * kQuantizedGroup));

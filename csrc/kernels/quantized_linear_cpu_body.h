@@ -212,7 +212,7 @@ PYMOE_INLINE vint32 load_bytes(const uint8_t* source) {
 #endif
 }
 
-// Loads mxfp4 scales, which are bytes, as floats: powers of two, or NaN for 255.
+// Loads bytes in e8m0 (the scales of mxfp4, the powers of int4) as floats: powers of two, or NaN for 255.
 PYMOE_INLINE vfloat load_powers(const uint8_t* source) {
   const vint32 exponent = load_bytes(source);
   // An exponent of 0 stands for 2^-127 (subnormal) and 255 for NaN: both need the mantissa's upper bit.
@@ -632,7 +632,7 @@ MultiplyBlock multiply_block_for(int64_t rows) {
   }(std::make_integer_sequence<int, kMostRows<kFormat>>{});
 }
 
-// Stores out[r][first + j] = y[r][j] for j < count: scaled (int8), with the bias added, and rounded.
+// Stores y[r][j] in out[r * row_stride + j] for j < count: scaled (int8), with the bias added, and rounded.
 template <WeightFormat kFormat, typename T>
 PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, const T* bias, T* out, int64_t row_stride,
                          int64_t count) {
@@ -647,7 +647,7 @@ PYMOE_INLINE void finish(const uint8_t* tile, const float* y, int64_t rows, cons
   }
 }
 
-// Computes one tile of outputs for rows of one expert.
+// Computes the first `count` <= 64 outputs of one tile for rows of one expert. `bias` may be null.
 template <WeightFormat kFormat, typename T>
 void multiply_tile(const uint8_t* tile, int64_t inputs, const RoundedRows& x, const T* bias, T* out, int64_t row_stride,
                    int64_t count) {

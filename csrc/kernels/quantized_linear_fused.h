@@ -95,8 +95,8 @@ void widen_block(const T* x, int64_t count, int8_t* to, RoundedBlock&) {
   for_vectors<T>(count, [&](int64_t i, int size) { store_count(values + i, load_count(x + i, size), size); });
 }
 
-// The weights in the packed tile, for the outputs of kVectors vectors. They are decoded kInputs inputs at a time.
-// Inputs come in runs; call begin_run() at the start of each.
+// The weights in the packed tile (in fp8 the values of their codes, not yet scaled), for the outputs of kVectors
+// vectors. They are decoded kInputs inputs at a time. Inputs come in runs; call begin_run() at the start of each.
 template <WeightFormat kFormat, int kVectors>
 class StoredCodes {
  public:
@@ -144,7 +144,7 @@ class StoredCodes {
   }
   // Returns the sum of a block, or NaN in the lanes where one of its weights was NaN.
   PYMOE_INLINE vfloat with_nan(vfloat sum, int vector) const {
-    if constexpr (kFormat != WeightFormat::kFp8) return sum;  // it has come there by arithmetic
+    if constexpr (kFormat != WeightFormat::kFp8) return sum;  // NaN scales and offsets have made it NaN
     return (vfloat)((vint32)sum | nan_.lanes(vector));
   }
 

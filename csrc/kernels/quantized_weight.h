@@ -37,8 +37,8 @@
 namespace pymoe {
 
 inline constexpr int64_t kQuantizedTile = 64;   // outputs
-inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale (and a minimum) at 4 bits
-inline constexpr int64_t kFp8Block = 128;       // number of inputs, and for quantize_weight of outputs, likewise in fp8
+inline constexpr int64_t kQuantizedGroup = 32;  // number of inputs that share a scale in int4 and mxfp4
+inline constexpr int64_t kFp8Block = 128;       // fp8: inputs that share a scale; quantize_weight: outputs, too
 inline constexpr int64_t kSuperGroups = 8;      // int4: number of groups of a super-block
 
 // The numbers are those of pymoe/_common/types.py: the bits of a code, plus 10 for floating-point codes, 20 for the
@@ -72,8 +72,8 @@ constexpr int64_t quantized_tiles(int64_t outputs) { return (outputs + kQuantize
 constexpr int64_t quantized_ends_bytes(WeightFormat format) {
   return format == WeightFormat::kMxfp4 ? kQuantizedTile : 0;
 }
-// Returns the number of bytes of a group of inputs in a tile, without those that a tile (int8), a super-block (int4) or
-// a run (is_fused) has only once.
+// Returns the number of bytes of a group of inputs in a tile, without those that a tile (int8, int4), a super-block
+// (int4) or a run (is_fused) has only once.
 constexpr int64_t quantized_group_bytes(WeightFormat format) {
   return quantized_ends_bytes(format) + kQuantizedTile * kQuantizedGroup * bits_of(format) / 8;
 }

@@ -82,7 +82,8 @@ void quantize(const QuantizeWeightArguments& a) {
   });
 }
 
-// Quantizes to fp8. The outputs of two tiles share their scales, so a task takes one block of inputs of two tiles.
+// Quantizes to fp8. The outputs of two tiles share a scale per block of inputs, so a task takes one such block of two
+// tiles.
 template <typename T>
 void quantize_fp8(const QuantizeWeightArguments& a) {
   static_assert(kFp8Block == 2 * kQuantizedTile);

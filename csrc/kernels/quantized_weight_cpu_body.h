@@ -112,14 +112,14 @@ PYMOE_INLINE vfloat nearest_field(vfloat value, vfloat inverse) {
   return round_to_integer(clamp(value * inverse, 0, 63));
 }
 
-// Writes the 4-bit codes of input i for the outputs from `first` on.
+// Writes the 4-bit codes of input i for the outputs from `first` on. Those bits must be zero before.
 PYMOE_INLINE void put_codes_4(uint8_t* words, int64_t i, int64_t first, vint32 codes) {
   const vint32 integers = codes << (i % 8 / 4 * 4);
   uint8_t* to = words + i / 8 * 4 * kQuantizedTile + first * 4 + i % 4;
   for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
 }
 
-// Puts a 6-bit integer into field `i` of a super-block's words.
+// Puts a 6-bit integer into field `i` of a super-block's words, which must be zero there.
 PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
   const auto bits = (vuint32) __builtin_convertvector(value, vint32);
   const int64_t word = 6 * i / 32, shift = 6 * i % 32;
@@ -162,7 +162,7 @@ inline void quantize_super_4(float* values, int64_t count, const float* largest,
       vfloat sum_of_codes, unused, sum{};
       vfloat error = squared_error(group, inputs, d * scale, -(dmin * minimum), sum_of_codes);
       for (int64_t i = 0; i < inputs; ++i) sum = sum + load(group + i * kQuantizedTile);
-      for (int side = -1; side <= 1; side += 2) {  // the neighbours, each with the minimum that fits it best
+      for (int side = -1; side <= 1; side += 2) {  // the neighbours, each with the minimum that fits it and these codes
         const vfloat new_scale = clamp(rounded + static_cast<float>(side), 0, 63);
         const vfloat below = ((d * new_scale) * sum_of_codes - sum) / static_cast<float>(inputs);
         const vfloat new_minimum = nearest_field(below, inverse_dmin);

@@ -14,7 +14,7 @@
 // unsigned bytes, where row p holds elements 4 p to 4 p + 3 of 16 columns; and the sums are 32-bit integers.
 //
 // The instructions are written as assembly, because gcc's intrinsics do not tell the compiler that tiles are read from
-// memory and written to it. The assembler must support AMX (binutils 2.35, LLVM 11); the compiler needs no flag for it.
+// memory and written to it. The assembler must support AMX (binutils 2.36, LLVM 11); the compiler needs no flag for it.
 #pragma once
 
 #include <cstdint>

@@ -7,8 +7,8 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the `experts` + 1 offsets start at 0, do not decrease, and do not exceed `rows`. `argument` is the name
-// of the offsets in error messages.
+// Throws std::invalid_argument unless the `experts` + 1 offsets start at 0 and do not decrease, and std::out_of_range
+// if they exceed `rows`. `argument` is the name of the offsets in error messages.
 inline void check_offsets(const std::string& operator_name, const int32_t* offsets, int64_t experts, int64_t rows,
                           const std::string& argument = "offsets") {
   const auto name = [](int64_t value) { return std::to_string(value); };

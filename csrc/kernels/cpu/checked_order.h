@@ -8,8 +8,8 @@
 
 namespace pymoe::cpu {
 
-// Throws unless the first `used` elements of `order` are distinct and lie in [0, rows). Returns a flag for each row: 1
-// if the row is one of these elements, else 0.
+// Returns a flag for each row: 1 if the row is among the first `used` elements of `order`, else 0. Throws
+// std::out_of_range unless these elements lie in [0, rows), and std::invalid_argument if two of them are equal.
 inline std::vector<char> check_order(const std::string& operator_name, const int32_t* order, int64_t used,
                                      int64_t rows) {
   const auto place = [](int64_t at, int64_t row) { return std::to_string(row) + " at [" + std::to_string(at) + "]"; };

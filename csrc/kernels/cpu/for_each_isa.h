@@ -2,10 +2,10 @@
 //
 //     #define PYMOE_ISA_BODY "kernels/combine_cpu_body.h"
 //     #include "kernels/cpu/for_each_isa.h"
-//     ... PYMOE_SELECT_ISA(combine_rows)(arguments) ...
+//     ... PYMOE_SELECT_ISA(combine_range)(arguments) ...
 //
 // The body opens `namespace pymoe::cpu::PYMOE_ISA { ... }`, has no include guard, and may use simd.h, which is
-// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 (v3) or 4 (v4).
+// compiled along with it. PYMOE_ISA_LEVEL is 1 (baseline), 3 (v3) or 4 (v4 and v4_bf16).
 //
 // The including file may define these macros before it includes this one:
 //

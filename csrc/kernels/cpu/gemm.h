@@ -6,7 +6,7 @@
 // blocks. An index may give the order of the rows of A and C, or of the steps of k; the result has the same bits as for
 // operands copied into that order.
 //
-//   gemm_nt.h             A and B contiguous along k: nothing is packed, a sum is kept in the lanes of a vector
+//   gemm_nt.h             A and B contiguous along k: B is not packed, a sum is kept in the lanes of a vector
 //   gemm_nt_packed.h      the same sums for many rows, from panels that keep a lane's elements together
 //
 // All other layouts use the scheme of BLIS (Van Zee and van de Geijn, ACM TOMS 41-3, 2015), or a simpler one for few
@@ -15,12 +15,13 @@
 //   gemm_micro_kernel.h   a tile of kTileRows x kTileColumns in registers, from packed panels
 //   gemm_pack.h           packs strided memory into panels, widened to the type of the sums, or as pairs of bf16
 //   gemm_in_place.h       few rows and a B whose rows are contiguous: B is read in place
-//   gemm_body.h           chooses among these, and loops over blocks of k, rows and columns that fit the caches
+//   gemm_body.h           chooses among all of these, and loops over blocks of k, rows and columns that fit the caches
 //
-// bf16 has a separate scheme if the processor has AMX: gemm_amx.h, with gemm_amx_pack.h, gemm_amx_store.h,
+// bf16 has a separate scheme if the instruction set is amx: gemm_amx.h, with gemm_amx_pack.h, gemm_amx_store.h,
 // gemm_amx_few.h and the instructions in amx_tiles.h.
 //
-// All of these are compiled once per instruction set, in kernels/grouped_linear_cpu.cpp; other files call chosen_gemm.
+// All of these are compiled once per instruction set (those for AMX only in v4_bf16), in
+// kernels/grouped_linear_cpu.cpp; other files call chosen_gemm.
 #pragma once
 
 #include <algorithm>
@@ -85,8 +86,8 @@ inline constexpr int64_t kGemmBlockColumns = 1024;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A thread's scratch memory, kept between calls because new memory costs a page fault every 4 KiB. It uses huge pages,
-// which avoid most TLB misses on the packed panels.
+// A thread's scratch memory, kept between calls because new memory costs a page fault every 4 KiB. It asks for huge
+// pages, which avoid most TLB misses on the packed panels.
 class ThreadBuffer {
  public:
   ThreadBuffer() = default;
@@ -94,7 +95,8 @@ class ThreadBuffer {
   ThreadBuffer& operator=(const ThreadBuffer&) = delete;
   ~ThreadBuffer() { std::free(data_); }
 
-  // Returns a buffer of at least `bytes` bytes, aligned to a cache line. The former content is lost if it grows.
+  // Returns a buffer of at least `bytes` bytes, aligned to a cache line. If the buffer grows, its former content is
+  // lost. Throws std::bad_alloc.
   void* reserve(int64_t bytes) {
     if (bytes > capacity_) {
       std::free(data_);

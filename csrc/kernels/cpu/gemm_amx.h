@@ -22,10 +22,10 @@ namespace pymoe::cpu::PYMOE_ISA {
 // The first store of a block's sums waits for all earlier products, which takes as long as 20 products. So blocks of k
 // are long, unless B is packed for few rows: then memory is the bottleneck.
 inline constexpr int64_t kAmxDepth = 2048, kAmxMostDepth = 8192, kAmxShallow = 128;
-inline constexpr int64_t kAmxRows = 256;                // minimum number of rows of A that are packed together
+inline constexpr int64_t kAmxRows = 256;                // smallest intended number of rows of A packed together
 inline constexpr int64_t kAmxFewRows = 2 * kTileItems;  // for up to this many rows, packing B to align it does not pay
-inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // bytes of packed A: half of a second-level cache
-inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // bytes of a packed chunk of B
+inline constexpr int64_t kAmxPanelBytes = 1 << 20;      // intended size of packed A: half of a second-level cache
+inline constexpr int64_t kAmxChunkBytes = 256 << 10;    // intended size of a packed chunk of B
 inline constexpr int64_t kAmxStepsBefore = 8;           // steps of a block after which the previous block is rounded
 
 // Pointers to up to four adjacent tiles, each at its first step of k.
@@ -176,7 +176,7 @@ void gemm_amx_rows(const Gemm<BFloat16>& g, int64_t begin, int64_t end) {
         ahead = kLeftB ? RowsAhead(b.at(column, q), next_k, g.b_column_stride, next_columns, pauses)
                        : RowsAhead(b.at(column, q), next_columns, g.b_row_stride, next_k, pauses);
       }
-      const int64_t whole = reads_b ? k / kTileDepth : depth;  // steps before the last one, which is packed separately
+      const int64_t whole = reads_b ? k / kTileDepth : depth;  // if B is read in place, an incomplete step is packed
       if (whole < depth || !reads_b) {
         const int64_t packed = reads_b ? whole * kTileDepth : 0;
         pack_tiles<!kLeftB>(b, j0, columns, p + packed, k - packed, panels_b, ahead);
@@ -241,7 +241,8 @@ void gemm_amx(const Gemm<BFloat16>& g) {
   if (!left_b && g.m <= kAmxMostVectorRows && g.b_column_stride == 1 && g.steps == nullptr) return gemm_amx_few(g);
 #endif
   // Each pass over B multiplies about as many rows of A as the packed panels of A have room for, or twice as many if
-  // each pass must pack B. Passes have nearly equal sizes, so that none has only a few rows.
+  // each pass must pack B. Passes have nearly equal sizes, so that none has only a few rows. (Over more than a few
+  // passes, rounding up to a multiple of kAmxFewRows can still leave few rows for the last one.)
   const int64_t fitting = kAmxPanelBytes / 2 / std::clamp<int64_t>(g.k, 1, kAmxDepth);
   const int64_t wanted = std::max(kAmxRows, fitting) * (left_b ? 1 : 2);
   const int64_t passes = std::max<int64_t>(1, (g.m + wanted / 2) / wanted);

@@ -35,8 +35,8 @@ __attribute__((noinline)) void add_tile_rows(const float* a, const BFloat16* b, 
     const auto mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
     vfloat chain[2][kRows][2] = {};  // separate sums over even and odd steps of k
     const BFloat16* line = b + j;
-    // A tile also multiplies the zeros of missing steps, which turns a sum of -0 into +0. One or two such steps have
-    // the same effect.
+    // A tile also multiplies the zeros of missing steps, which turns a sum of -0 into +0. One or two such steps in each
+    // chain have the same effect.
     const int64_t until = std::min(kTileDepth, steps + 2);
     for (int64_t p = 0; p < until; p += 2) {
 #pragma GCC unroll 2

@@ -1,12 +1,11 @@
 // Computes rows of C from the sums of gemm_amx.h (see gemm_amx.h; no include guard on purpose).
 //
 // A tile of 16 x 16 fp32 sums is stored row by row. Two tiles that are neighbours along a row of C make 16 rows of 32
-// columns. The bias is added to them, and they are rounded to bf16 as AVX512_BF16 rounds: subnormal results become
-// zero.
+// columns. The bias is added to them, and they are rounded to bf16 as AVX512_BF16 rounds: subnormal sums become zero.
 
 namespace pymoe::cpu::PYMOE_ISA {
 
-// round_sum rounds one sum to bf16, and round_row a row of 32 sums; subnormal results become zero.
+// round_sum rounds one sum to bf16, and round_row a row of 32 sums; subnormal sums become zero.
 PYMOE_INLINE BFloat16 round_sum(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   return (bits & 0x7f800000u) == 0 ? BFloat16{static_cast<uint16_t>(bits >> 16 & 0x8000u)} : round_to<BFloat16>(value);
@@ -59,8 +58,8 @@ PYMOE_INLINE void round_sums(const float* first, const float* second, const floa
 #endif
 }
 
-// Stores the first `count` <= 32 elements of a row. With kStreams, a whole, aligned cache line bypasses the caches;
-// call stream_fence afterwards.
+// Stores the first `count` <= 32 elements of a row. With kStreams, a whole, aligned cache line bypasses the caches (at
+// level 4); call stream_fence afterwards.
 template <bool kStreams>
 PYMOE_INLINE void store_tile_row(BFloat16* target, TileRow row, int64_t count) {
 #if PYMOE_ISA_LEVEL == 4

@@ -45,12 +45,12 @@ void gemm(const Gemm<T>& g) {
   const int64_t block_depth = std::min((g.k + kDepth - 1) / kDepth, kBlockK<S>);
   const int64_t block_rows = std::min(round_up(g.m, kTileRows), kBlockRows<S>);
 
-  // Number of columns of B that are packed at a time: several panels if B's rows are contiguous, to read whole cache
-  // lines and pages.
+  // Number of columns of B that are packed at a time: one panel if B is contiguous along k, otherwise several, to read
+  // whole cache lines and pages of B's rows.
   const int64_t ahead = g.b_row_stride == 1 ? kColumns : std::min(padded_columns, 8 * kColumns);
   const bool keeps_b = g.m > kBlockRows<S>;
   // Sums are kept in C itself if its type allows that. Otherwise they are kept in a buffer, and rounded at the end: a
-  // buffer for one panel of rows if k is a single block, else for all of C.
+  // buffer for one block of rows and one strip of columns if k is a single block, else for all of C.
   constexpr bool kInPlace = std::is_same_v<S, T>;
   const bool at_once = !kInPlace && g.k <= kBlockK<S> * kDepth, streams = at_once && g.leaves_cache;
   // Number of columns of B that are read in place at a time; 0 unless there are few rows and B's rows are contiguous.
@@ -68,8 +68,8 @@ void gemm(const Gemm<T>& g) {
   S* bias = carve(memory, padded_columns);
   S* partial = carve(memory, kPartial);  // sums over a block of k, if B is read in place
   const int64_t c_stride = kInPlace ? g.c_row_stride : at_once ? strip : padded_columns;
-  // sums_of returns the sums of the rows from `row` on, and sums_order returns the order in which those rows are
-  // stored.
+  // Where the sums of the rows from `row` on are kept: sums_order returns the order of these rows in memory (null: one
+  // after the other), and sums_of the pointer that goes with it, as order_from and move_to do.
   const auto sums_order = [&](int64_t row) { return kInPlace ? order_from(g.rows, row) : nullptr; };
   const auto sums_of = [&](int64_t row, int64_t column) {
     if constexpr (kInPlace) {

@@ -8,7 +8,7 @@ namespace pymoe::cpu::PYMOE_ISA {
 
 // Largest number of rows for which reading B in place was faster than packing it, on a Zen 5.
 inline constexpr int kInPlaceRows = 4 * kTileRows;
-inline constexpr int64_t kInPlaceBytes = 16 << 10;  // bytes of sums, which stay in the first-level cache
+inline constexpr int64_t kInPlaceBytes = 16 << 10;  // most bytes of sums, so that they stay in the first-level cache
 
 // Computes sums[i * columns + j] = sum over p of a[p][i] * b[p][j] for a packed panel `a` and k rows of B, where k need
 // not be a multiple of kDepth. `columns` must be a multiple of kInPlaceMultiple.
@@ -19,8 +19,8 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// For up to this many rows of A, the hardware prefetcher alone is faster than with prefetch instructions. For 16-bit
-// elements it never is.
+// For up to this many rows of a panel of A, the hardware prefetcher alone is faster than with prefetch instructions.
+// For 16-bit elements it never is.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 

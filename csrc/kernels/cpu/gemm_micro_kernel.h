@@ -1,6 +1,6 @@
 // The innermost loop of gemm: a tile of C in registers (see gemm.h; no include guard on purpose).
 //
-// The tile is as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
+// The tile is nearly as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
 // broadcasts kTileRows elements of A, performs many multiply-adds: it takes 6 x 2 of AVX2's 16 vector registers, 14 x 2
 // of AVX-512's 32, 12 x 2 of NEON's 32, and 4 x 2 of SSE2's 16 (SSE2 has no fused multiply-add and needs a register for
 // the product).
@@ -66,8 +66,8 @@ using panel_t = typename Panel<T>::Element;
 
 inline constexpr int64_t kAskEvery = 4;  // steps
 
-// Prefetches the rows of B that are packed next, a few cache lines at a time, while earlier rows are multiplied, so
-// that memory accesses and arithmetic overlap.
+// Prefetches the part of B that is read next, as rows of contiguous elements, a few cache lines at a time, while an
+// earlier part is multiplied, so that memory accesses and arithmetic overlap.
 class RowsAhead {
  public:
   RowsAhead() = default;

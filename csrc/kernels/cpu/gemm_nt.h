@@ -1,6 +1,6 @@
 // The gemm of operands that are both contiguous along k, the NT case of BLAS (see gemm.h; no include guard on purpose).
 //
-// An element of C is one dot product along k, kept in one vector whose lanes are summed at the end: nothing is packed,
+// An element of C is one dot product along k, kept in one vector whose lanes are summed at the end: B is not packed,
 // and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is read once, at
 // the speed of memory) and, with tiles of kNtRows rows by four columns in registers, for a few rows. The order of a sum
 // depends only on k, not on the tile; gemm_nt_packed.h adds in the same order for many rows.
@@ -19,14 +19,14 @@ inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
 inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
-// Bytes of B in a block: enough work per pass to make up for reading the rows of A. With AVX-512, twice as much was 4
-// to 8 % faster for fp32 on a Zen 5, and no faster for bf16.
+// Intended bytes of B in a block: enough work per pass to make up for reading the rows of A. With AVX-512, twice as
+// much was 4 to 8 % faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
 
-// How elements of T are loaded and multiplied. Elements of A are widened once for all columns, elements of B whenever
-// they are loaded.
+// How elements of T are loaded for Panel<T>::add. Elements of A are widened to `Row` once for a block of columns,
+// elements of B whenever they are loaded.
 template <typename T>
 struct NtProduct {
   using Row = accumulate_t<T>;  // type of the elements of a row of A

@@ -22,7 +22,7 @@ constexpr bool nt_packs(int64_t m, int64_t k) {
 
 #if PYMOE_ISA_LEVEL >= 3
 inline constexpr int kLaneCount = kLanes<float>;
-inline constexpr int64_t kNtPackedBytes = 2 << 20;  // largest size of the panels of A in bytes
+inline constexpr int64_t kNtPackedBytes = 2 << 20;  // largest size of the panels of A in bytes, unless eight take more
 
 // The lanes in the order in which sum_lanes_of_four adds them: each to its neighbour, then the neighbouring sums, and
 // so on.
@@ -34,8 +34,8 @@ inline constexpr int kLaneOrder[kLaneCount] = {0, 1, 2, 3, 4, 5, 6, 7};
 
 // The layout of panels of kPanel items with k elements of T each. An item's k elements are cut into vectors, and
 // element (or pair) l of each vector is multiplied in lane l: for vector p of item i, it is at [l][p][i]. Every lane
-// has room for lane_stride(k) vectors: one more than needed, because the last store may write more than its vector, and
-// an odd number, so that the lanes do not share a few sets of the first-level cache.
+// has room for lane_stride(k) vectors: one or two more than needed, because the last store may write more than its
+// vector, and an odd number, so that the lanes do not share a few sets of the first-level cache.
 template <typename T>
 struct LanePanels {
   static constexpr int64_t kElements = NtProduct<T>::kElements;

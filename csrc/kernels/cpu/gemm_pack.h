@@ -207,9 +207,9 @@ PYMOE_INLINE void store_panel(panel_t<T>* target, vector_t<T> value) {
   memcpy(target, &value, sizeof(value));
 }
 
-// Packs a matrix whose elements along k are contiguous. A panel's rows are read a cache line at a time, and no more
-// rows together than a vector has lanes: rows a power of two apart share a set of the first-level cache, which has room
-// for only a few lines.
+// Packs a matrix whose elements along k are contiguous. If a step of a panel is a whole number of vectors, the panel's
+// rows are read a cache line at a time, and no more rows together than a vector has lanes: rows a power of two apart
+// share a set of the first-level cache, which has room for only a few lines.
 template <int kPanel, typename T>
 void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_t k, panel_t<T>* target,
                      const int32_t* order) {
@@ -245,7 +245,7 @@ void pack_transposed(const T* source, int64_t item_stride, int64_t items, int64_
         }
       }
     }
-    for (; p + kPart<S> <= whole; p += kPart<S>) {  // ascending: each step overwrites the last one's surplus
+    for (; p + kPart<S> <= whole; p += kPart<S>) {  // ascending: each step overwrites the previous step's surplus
       vector_t<T> block[kGroups][kPart<S>];
       for (int group = 0; group < kGroups; ++group) {
 #pragma GCC unroll 16

@@ -18,9 +18,9 @@
 namespace pymoe::cpu {
 namespace {
 
-// Returns true if this process may use AMX tiles for bf16 and int8: the processor has them, the system saves them on
-// thread switches (XCR0), and the system grants them to this process. (Linux grants them only on request, because they
-// enlarge a thread's state by 8 KiB.)
+// Requests AMX tiles for this process, and returns true if it may use them for bf16 and int8: the processor has them,
+// the system saves them on thread switches (XCR0), and the system grants the request. (Linux grants tiles only on
+// request, because they enlarge a thread's state by 8 KiB.)
 bool grants_tiles() {
 #if PYMOE_MULTIVERSION && defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kInt8 = 1u << 25, kOsXsave = 1u << 27;
@@ -59,8 +59,8 @@ Isa offered() {
 #endif
 }
 
-// The instruction sets that PYMOE_CPU_ISA can select: all of this architecture except the best one, which is the
-// default.
+// The instruction sets that PYMOE_CPU_ISA can select: all of this architecture except its best one, which is used by
+// default if the processor has it.
 #if PYMOE_NEON
 constexpr Isa kLower[] = {Isa::kBaseline, Isa::kDotProd};
 #else

@@ -2,11 +2,11 @@
 //
 // If a kernel's loops are faster with wider vectors, they are in a body file, which is compiled once per instruction
 // set (for_each_isa.h). best_isa() returns the best set that the processor offers, or a lower one if the environment
-// variable PYMOE_CPU_ISA names it (x86-64: baseline, v3, v4, v4_bf16, amx; aarch64: baseline, dotprod, i8mm), so that
-// tests can run every body that the machine supports.
+// variable PYMOE_CPU_ISA names it (x86-64: baseline, v3, v4, v4_bf16; aarch64: baseline, dotprod), so that tests can
+// run every body that the machine supports. Any other value of the variable is ignored.
 //
-// The set amx adds AMX tiles to v4_bf16, for products of bf16 and of quantised weights. Linux is asked once to grant
-// the tiles to the process; if it refuses, v4_bf16 is used.
+// The set amx adds AMX tiles to v4_bf16, for products of bf16 and of quantised weights. Unless PYMOE_CPU_ISA names a
+// lower set, Linux is asked once to grant the tiles to the process; if it refuses, v4_bf16 is used.
 #pragma once
 
 namespace pymoe::cpu {
@@ -15,8 +15,8 @@ enum class Isa {
   kBaseline,  // the compiler's default target: SSE2 on x86-64, NEON with fused multiply-adds on aarch64
   kV3,        // x86-64-v3: AVX2, FMA, F16C, BMI
   kV4,        // x86-64-v4: AVX-512 F, BW, CD, DQ, VL
-  kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: Zen 4, Sapphire Rapids and later
-  kAmx,       // v4_bf16 with AMX_TILE, AMX_BF16 and AMX_INT8: Sapphire Rapids and later
+  kV4Bf16,    // v4 with AVX512_BF16 and AVX512_VNNI: such as Zen 4 and Sapphire Rapids
+  kAmx,       // v4_bf16 with AMX_TILE, AMX_BF16 and AMX_INT8: such as Sapphire Rapids
   kDotProd,   // aarch64: baseline with FEAT_DotProd, which multiplies bytes; many processors since Armv8.2
   kI8mm,      // aarch64: dotprod with FEAT_I8MM, which multiplies 2 x 8 by 8 x 2 bytes; many since Armv8.6
 };

@@ -49,8 +49,8 @@ PYMOE_INLINE vdouble load(const double* source) {
   return value;
 }
 
-// The conversions of 16-bit floats are written with intrinsics, because compilers turn __builtin_convertvector between
-// 16 and 32 bits into scalar code.
+// The conversions of 16-bit floats use intrinsics wherever the instruction set has them, because compilers turn
+// __builtin_convertvector between 16 and 32 bits into scalar code.
 PYMOE_INLINE vfloat load(const BFloat16* source) {
 #if PYMOE_ISA_LEVEL == 4
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -200,7 +200,7 @@ PYMOE_INLINE void store_row(T* target, const accumulate_t<T>* row, int64_t size)
 }
 
 // Stores a row as store_row does, but bypasses the caches, so that the lines need not be read first; call stream_fence
-// afterwards. Partial vectors, and all vectors of an unaligned row, are stored normally.
+// afterwards. Partial vectors, all vectors of an unaligned row, and all rows below level 3, are stored normally.
 template <typename T>
 PYMOE_INLINE void stream_row(T* target, const accumulate_t<T>* row, int64_t size) {
 #if PYMOE_ISA_LEVEL >= 3
@@ -240,7 +240,7 @@ PYMOE_INLINE void stream_fence() {
 
 // --- lane-wise arithmetic ---
 
-// Returns the maximum of each pair of lanes if neither is NaN; if one is, the result may be either.
+// Returns the maximum of each pair of lanes, or the lane of `b` if either is NaN.
 PYMOE_INLINE vfloat max(vfloat a, vfloat b) { return a > b ? a : b; }
 PYMOE_INLINE vdouble max(vdouble a, vdouble b) { return a > b ? a : b; }
 

@@ -46,7 +46,8 @@ struct Candidate<float> {
 // lane: expert = lane + n * kLanes, and step is a compile-time number that grows by one from call to call (and
 // sometimes restarts at 0). Every lane makes the same number of calls; past the row's end the key is kNoKey.
 
-// Returns the best candidate of a row that comes after `previous`, in every lane of the group.
+// Returns the best candidate of a row that comes after `previous`, in every lane of the group. If there is none, the
+// key is kNoKey.
 template <typename S, int kLanes, typename Row>
 PYMOE_DEVICE Candidate<S> next_best(const Row& row, const Candidate<S>& previous) {
   Candidate<S> best = Candidate<S>::of(kNoKey<S>, 0);

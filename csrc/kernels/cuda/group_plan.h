@@ -66,7 +66,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
       plan.bounds[expert + 1] = end;
       plan.tiles[expert + 1] = tiles;
     }
-    if (thread == kPlanThreads - 1) {  // all threads have read `carried`, two barriers ago
+    if (thread == kPlanThreads - 1) {  // all threads have read `carried`, before the barriers above
       carried[0] = end;
       carried[1] = tiles;
     }
@@ -74,7 +74,7 @@ static __global__ void __launch_bounds__(kPlanThreads)
   }
 }
 
-// A tile of rows. All belong to one expert, or to none if expert == E. Past the last tile, `rows` is 0.
+// A tile of rows of one expert or, if expert == E, of rows that have no expert. Past the last tile, `rows` is 0.
 struct GroupTile {
   int expert;
   int rows;

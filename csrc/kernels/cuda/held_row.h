@@ -9,8 +9,8 @@
 
 namespace pymoe::cuda {
 
-// Returns values[expert]. Past the row's end, returns another of the values if kClamped, else V{}. Returns V{} if there
-// are no values.
+// Returns values[expert]. Past the row's end, returns another of the values if kClamped, else V{}. Without kClamped,
+// `values` may be null; then returns V{}.
 template <bool kClamped, typename V>
 PYMOE_DEVICE V value_near(const V* PYMOE_RESTRICT values, uint32_t expert, uint32_t size) {
   if constexpr (kClamped) return values[min(expert, size - 1)];

@@ -18,7 +18,7 @@ struct LaunchShape {
 };
 
 inline constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-// The maximum shared memory per block on every GPU from compute capability 8.0 on (8.6 and 8.9 allow the least).
+// The shared memory per block that every GPU from compute capability 8.0 on allows; 8.6 and 8.9 allow no more.
 inline constexpr int64_t kMostSharedBytes = 99 << 10;
 // The shared memory that every kernel may use. A kernel that needs more must have no static shared memory, which counts
 // against the same limit.

@@ -18,8 +18,9 @@ struct RowGroup {
   int block() const { return threads * rows; }
 };
 
-// Returns a group for rows of `packs` packs. Every thread takes at least `share` packs, and there are no more rounds
-// than with a full block: 896 packs are four rounds of 224 threads, instead of three and a half of 256.
+// Returns a group for rows of `packs` packs: a thread for every `share` packs, rounded up to a size that RowGroup
+// allows, but at most kRowThreads. Longer rows take as many rounds as with a full block: 896 packs are four rounds of
+// 224 threads, instead of three and a half of 256.
 inline RowGroup group_for(int64_t packs, int64_t share = 1) {
   const int64_t wanted = ceil_div(packs, share);
   if (wanted <= kWarp) {

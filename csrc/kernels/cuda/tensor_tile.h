@@ -2,11 +2,11 @@
 // the columns of c, of 16-bit floats with sums in fp32. Every sum runs over the depth in order, 16 depths per
 // instruction, for any size of the tile and any position in c.
 //
-// In each step, cp.async brings 32 depths of both operands to one of three stages in shared memory, two steps before
-// they are multiplied: with 128 rows, 32 KiB are in flight per block. One barrier per step ensures that a stage has
-// arrived, and that the stage to be filled next has been read. Each of four warps computes half of the rows and half of
-// the columns, 64 x 64 if there are 128 rows: ldmatrix then reads 32 KiB per step, while eight warps of 64 x 32 would
-// read 48.
+// In each step, cp.async (or plain stores, if packs are not whole) brings 32 depths of both operands to one of three
+// stages in shared memory, two steps before they are multiplied: with 128 rows, 32 KiB are in flight per block. One
+// barrier per step ensures that a stage has arrived, and that the stage to be filled next has been read. Each of four
+// warps computes half of the rows and half of the columns, 64 x 64 if there are 128 rows: ldmatrix then reads 32 KiB
+// per step, while eight warps of 64 x 32 would read 48.
 //
 // A tile consists of lines of 16-byte packs: a line is a row of 4 packs along the depth, or a depth with packs along
 // the rows, depending on which elements are neighbours in memory. place() permutes the packs of each line, so that no
@@ -177,7 +177,7 @@ class TensorLoader {
     return place < operand_.count ? place : -1;
   }
 
-  TensorOperand<T> operand_;  // points to the thread's first element in the next tile
+  TensorOperand<T> operand_;  // begins at the next tile's first line, with the thread's first element there
   int rows_;
   int line_, across_;  // the thread's first pack: its line, and the number of its first element there
   int place_;          // the place of that element

@@ -2,8 +2,9 @@
 // columns of c, of fp32 or fp64 in full precision. (tensor_tile.h has 16-bit floats.) Sums run over the depth in order,
 // for any position of the tile in c.
 //
-// A step of 64 bytes of depth is read into registers while the step before it is multiplied; there are two tiles of
-// each operand in shared memory, so one barrier per step is enough. A thread holds 32 values of c in registers.
+// If its packs are whole, a step of 64 bytes of depth is read into registers while the step before it is multiplied;
+// there are two tiles of each operand in shared memory, so one barrier per step is enough. A thread holds 32 values of
+// c in registers.
 #pragma once
 
 #include <cmath>

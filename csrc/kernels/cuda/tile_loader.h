@@ -21,7 +21,7 @@ struct ByOrder {
   static constexpr bool kGiven = true;
   const int32_t* order;
   int64_t count;
-  // Returns the position of element i; -1 if it has none.
+  // Returns the position of element i; a negative number if it has none.
   PYMOE_DEVICE int64_t operator()(int64_t i) const {
     const int64_t place = order[i];
     return place < count ? place : -1;
@@ -113,8 +113,7 @@ struct TileLoader {
       row_step = 0;
       depth_step = kThreads / kAcross;
     } else {
-      // Four threads take the 64 bytes of a row. The eight threads that store together take rows r and r + 4, which are
-      // in different banks, as rows are 80 bytes apart.
+      // Four threads take the 64 bytes of a row. Eight consecutive threads take rows r and r + 4.
       const int quad = thread / 4;
       row = (quad & ~7) | (quad & 1) << 2 | (quad & 7) >> 1;
       depth = thread % 4 * kPack;
