@@ -11,7 +11,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Wakes the task that awaits `waiter`. Runs in the task's loop.
+// Wakes the task that awaits `waiter`, unless the waiter is done. Runs in the task's loop.
 void wake(const py::object& waiter) {
   try {
     if (!waiter.attr("done")().cast<bool>()) waiter.attr("set_result")(py::none());

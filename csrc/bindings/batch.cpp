@@ -41,7 +41,7 @@ class Column {
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // tensors on other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // Copies the tensors into a new block of memory. May be called with or without the GIL.
+  // Copies the tensors into a block of buffers(). May be called with or without the GIL.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
@@ -189,7 +189,8 @@ class Running {
 };
 
 // Returns the seconds until the latest deadline of the running batch (see bind_batches); infinity if a request has
-// none, and nothing outside a batch. Call with the GIL held, like all code that reads `dropped`.
+// none; nothing outside a batch, or if no outcome of the batch will be read. Call with the GIL held, like all code that
+// reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -230,7 +231,8 @@ void hand_out(Batch batch, std::vector<py::object> results) {
   }
 }
 
-// Raises if a tensor's memory or shape has changed since it was submitted: freed memory would be read.
+// Raises if the memory, shape, strides or dtype of a tensor has changed since it was submitted: freed memory would be
+// read.
 void require_unchanged(Batch batch, const char* where) {
   for (const Slice& slice : batch) {
     if (request_of(slice).unchanged()) continue;
@@ -269,7 +271,7 @@ void gather(std::vector<Column>& columns) {
   throw BatchRaised(says.ptr() != Py_False);
 }
 
-// Runs the batch in a plain state. An interrupt that arrives meanwhile is raised afterwards.
+// Calls work() through plain_runner, in a plain state. An interrupt that arrives meanwhile is raised afterwards.
 void run_elsewhere(const std::function<void()>& work) {
   bool ended = false;
   std::exception_ptr error;

@@ -1,5 +1,6 @@
 // PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, without the GIL if they are many;
-// the Python function is called on tensors over this memory; its output is cut into views, one structure per request.
+// the Python function is called on tensors over this memory; its output is copied and cut into views, one structure per
+// request.
 //
 // CPU rows use cpu::gather_batch directly, while GPU batches call the project's operator through Python: this module
 // includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds. It can

@@ -71,7 +71,7 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
   raise(PyExc_TypeError,
         "%s: tensor %zd cannot be part of a batch: expected a dense tensor with values, got %S on %S (%s)", where,
         position, tensor.attr("layout").ptr(), tensor.attr("device").ptr(),
-        said.substr(0, said.find('\n')).c_str());  // the remaining names are torch's own functions
+        said.substr(0, said.find('\n')).c_str());  // the other lines name torch's own functions
 }
 
 // Reads a tensor through the table. Throws TypeError unless the tensor is in memory of the CPU or of a CUDA device.
@@ -128,8 +128,9 @@ bool Tensor::dense() const {
 }
 
 bool Tensor::contiguous() const {
-  // A one-element tensor may be the imaginary part of a conjugate, whose memory has the other sign. (is_negated would
-  // detect it, except for tensors of inference mode, which do not record their base.)
+  // The memory of the imaginary part of a conjugated tensor (z.conj().imag) contains the negatives of its values. Its
+  // stride is 2, so it is not dense unless it has a single element: treat every single element as not contiguous.
+  // (is_negated would detect it, except among inference tensors, which do not record their base.)
   const auto is_one = [](int64_t size) { return size == 1; };
   return dense() && !std::all_of(shape, shape + ndim, is_one);
 }

@@ -1,7 +1,8 @@
 // Reads and makes tensors of torch through torch's table of C functions for DLPack, without a header of torch.
 //
 // The structs are defined by DLPack 1.x (its specification is public; major version 1 guarantees their layout). The
-// table is an attribute of torch.Tensor from torch 2.11 on. Everything here needs the GIL.
+// table is an attribute of torch.Tensor in all versions that pymoe supports, 2.11 and later. Everything here needs the
+// GIL.
 #pragma once
 
 #include "bindings/gil.h"
@@ -38,18 +39,19 @@ struct Tensor {
   const void* begin() const { return static_cast<const char*>(data) + byte_offset; }
   // Returns the number of bytes of one row: all dimensions except the first.
   int64_t row_bytes() const;
-  // Returns true if the rows lie one after the other, without gaps.
+  // Returns true if the elements lie one after the other in row-major order, without gaps, or if there are none.
   bool dense() const;
-  // Returns true if the tensor is dense and its memory surely contains its values, not their negatives. False for a
-  // single element, which may be the imaginary part of a conjugate.
+  // Returns true if the tensor is dense and does not have a single element. The memory of a single element may contain
+  // the negative of its value, if it is the imaginary part of a conjugated tensor.
   bool contiguous() const;
 };
 
 // Finds torch's table of C functions. Throws an ImportError if this torch has no supported table.
 void load();
 
-// Reads a tensor that can be batched directly: strided, contiguous, in memory. Returns the tensor, or a contiguous copy
-// of it. Throws a TypeError that begins with `where` and names argument `position` for anything else.
+// Reads a tensor that can be part of a batch, on the CPU or a CUDA device. Returns the tensor, or a contiguous copy of
+// it, which `tensor` then describes. Throws a TypeError that begins with `where` and names argument `position` for
+// anything else, and a MemoryError if there is no memory for the copy.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
 // Reads a tensor that this module made, as read() does, but without checks.

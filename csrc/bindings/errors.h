@@ -29,7 +29,8 @@ PyObject* guarded(const Body& body) noexcept {
   return nullptr;
 }
 
-// Returns true for a KeyboardInterrupt on the main thread. It must not get lost, and may be raised on that thread only.
+// Returns true if the exception is a KeyboardInterrupt and this is the main thread. Such an interrupt must not get
+// lost, and may be raised on that thread only.
 bool is_interrupt(py::handle exception);
 
 // Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs

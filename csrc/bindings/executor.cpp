@@ -69,7 +69,7 @@ class PyExecutor {
     const Strands strands = strands_of(pools);
     std::shared_ptr<ServerThreads> threads;
     {
-      const WithoutGil released;  // outlives `threads`, which may join without the GIL
+      const WithoutGil released;  // outlives `made`, whose threads are joined here if the interpreter is exiting
       auto made = std::make_shared<ServerThreads>(workers_, serve_with_thread_state);
       keep_until_stopped(made);
       threads = std::move(made);
@@ -127,7 +127,7 @@ class PyExecutor {
 
  private:
   // Returns the running executor, or null. If the caller is one of its threads, throws "`where`: a worker cannot wait
-  // for the end of `whose`".
+  // for the end of `whose`". Also throws in a forked child.
   std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {

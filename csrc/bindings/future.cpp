@@ -85,8 +85,8 @@ bool may_refer(PyObject* outcome) {
 // The time after which a thread that waits for a pool without a Runtime is warned.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// If no Runtime serves the pool, waits for kUnservedWarningDelay and then warns. Returns true if the request ended
-// meanwhile.
+// If no Runtime serves the pool and the deadline is later, waits for kUnservedWarningDelay and then warns, once per
+// pool. Returns true if the request ended meanwhile.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -113,8 +113,8 @@ void wait_until_done(FutureObject* self, const char* where, std::optional<Clock:
     std::optional<Place> place;
     const auto ended = [&](Clock::time_point until) {
       leave_turnstile();
-      // Only a client that may help waits in a Place. A thread that must help waits in the pool and runs batches there,
-      // since it may be the only thread that can continue.
+      // Only a client that may help waits in a Place. All others wait in the pool; there, a thread that must help runs
+      // batches as long as it waits, since it may be the only thread that can continue.
       if (help != runtime::Help::kYes) return self->pool->wait(self->request, until, help);
       if (!place) {
         if (self->pool->help(self->request)) return true;
@@ -181,8 +181,8 @@ MaybeException exception(FutureObject& self, std::optional<double> timeout) {
   return MaybeException(self.request->exception());
 }
 
-// Cancels the request. Returns true if it is cancelled now or was before; false if its only or last batch has started,
-// or if it has ended otherwise.
+// Cancels the request. Returns true if it is cancelled now, was so before, or will be so when its running batch ends;
+// false if its only or last batch has started, or if it has ended in another way.
 bool cancel(FutureObject& self) {
   const auto request = self.request;
   if (request->done()) return request->was_cancelled();

@@ -1,11 +1,11 @@
 // The GIL and code around it: releasing it, taking it, waiting without it, Python objects that outlive it.
 //
 // Rules of this folder:
-//   - The GIL is not held during anything that may wait, join or queue, and no lock of the runtime is held while a
-//     thread takes the GIL. So PyExecutor may take such locks under the GIL, to attach all pools or none. Python
-//     objects that live inside tasks and requests are dropped under the GIL (GilObject, drop_later).
-//   - The main thread waits in slices of at most kSlice and handles signals between them, so Ctrl-C ends any wait.
-//     Other threads never handle signals, so they need no slices.
+//   - The GIL is not held during anything that waits for other threads' work, and no lock of the runtime is held while
+//     a thread takes the GIL. So these locks may be taken under the GIL, to queue a request or to attach all pools or
+//     none. Python objects that live inside tasks and requests are dropped under the GIL (GilObject, drop_later).
+//   - The main thread waits in slices of at most kSlice and handles signals between them, so Ctrl-C ends the wait
+//     (except the wait for a lent turn, runtime/waits.h). Other threads never handle signals, so they need no slices.
 //   - A thread that asks for the GIL of an interpreter that is gone blocks until the process ends. From 3.14 on,
 //     CPython does so itself. Earlier versions unwind the thread through all C++ frames on its stack, wherever Python
 //     code that they have called takes the GIL again. So the GIL is taken only by with_gil() and released only by
@@ -137,8 +137,8 @@ void become_main_thread();
 
 constexpr std::chrono::milliseconds kSlice{50};
 
-// Returns the time `seconds` from now, or none if there is no timeout or the time is beyond the range of the clock.
-// Throws ValueError for a timeout that is not a number.
+// Returns the time `seconds` from now (now if it is negative), or none if there is no timeout or it is at least a
+// century, which might exceed the range of the clock. Throws ValueError for NaN.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
 // Waits until ended() returns true or the deadline passes; returns true in the first case. Call it with the GIL, which

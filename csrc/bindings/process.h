@@ -42,16 +42,16 @@ class Stopping final : public Stoppable {
   Threads threads;
 };
 
-// Keeps `stoppable` until it has stopped and has no other reference. Throws std::runtime_error at exit. Call it without
-// the GIL.
+// Keeps `stoppable` until it has stopped and has no other reference, which later calls check. Throws std::runtime_error
+// if the interpreter is exiting. Call it without the GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
 // Stops `stoppable` and waits until every thread has ended. Call it under the GIL. Throws the exception of a signal
 // handler.
 void stop(Stoppable& stoppable, runtime::Stop how);
 
-// Returns a number that every fork increases. An object that was made in another generation has no threads in this
-// process.
+// Returns a number that every fork increases in the child. An object that was made in another generation has no threads
+// in this process.
 int generation();
 
 // Throws std::runtime_error, "WHERE: this KIND was created before a fork ...", unless `created` is this generation.

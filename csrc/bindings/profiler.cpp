@@ -61,7 +61,7 @@ class Profiled {
   }
 
   // Makes the calling thread part of the profile of the thread that created this object. The caller must be another
-  // thread, which is not profiled. Returns false if the creating thread is not profiled.
+  // thread, which is not profiled. Returns false if this torch lacks one of the functions.
   bool join() const {
     if (callbacks_ == nullptr) return false;
     torch_profiler().set_callbacks(callbacks_);

@@ -83,7 +83,8 @@ class TensorRequest final : public runtime::Request<SystemSync> {
   bool unchanged() const;
   // Returns the exception to raise, for a request that has ended with an error.
   py::object exception() const;
-  // Returns true if the request was cancelled before it had started.
+  // Returns true if the request was cancelled before it had started or, if it is larger than a batch, before its last
+  // batch had.
   bool was_cancelled() const;
 
   const std::shared_ptr<const Signature> signature;
@@ -113,7 +114,7 @@ class Signatures {
   std::shared_ptr<const Signature> find(const dlpack::Tensor* tensors, size_t count);
 
  private:
-  // Number of signatures that are kept even if no request uses them.
+  // With fewer signatures than this, none is forgotten.
   static constexpr size_t kKept = 256;
 
   void check(const dlpack::Tensor* tensors, size_t count) const;
@@ -127,7 +128,8 @@ class Signatures {
   uint64_t next_kind_ = 0;
 };
 
-// Returns the pool of a TaskPool object of this process. Throws a TypeError for anything else.
+// Returns the pool of a TaskPool object. Throws a TypeError for anything else, and std::runtime_error for a TaskPool
+// that was created before a fork.
 std::shared_ptr<Pool> pool_of(PyObject* object, const char* where);
 
 }  // namespace pymoe::bindings

@@ -77,7 +77,8 @@ class Split {
     }
     const GradMode mode(own(PyObject_GetAttr(output.ptr(), torch.requires_grad)).ptr() == Py_True);
     // Clients may change their results, so they never get the function's own memory (a table, a cache, its parameters),
-    // a view of it, or several rows that are one row in memory (an expanded tensor).
+    // a view of it, or several rows that are one row in memory (an expanded tensor). Tensors that share memory with
+    // each other are the exception.
     const py::object apart = shares(output) ? output : own(PyObject_CallMethodNoArgs(output.ptr(), torch.clone));
     if (rows_.size() == 1) return {apart};
     if (!sizes_) sizes_ = py::cast(rows_);

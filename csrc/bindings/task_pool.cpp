@@ -226,7 +226,8 @@ void submit_slowly(const PyTaskPool& state, const std::shared_ptr<TensorRequest>
       runtime::DeadlineExceeded(state.where + ": the queue had no room for the request in time")));
 }
 
-// Rejects requests that have a huge number of rows but no bytes: nothing else would limit the number of their batches.
+// Called for requests that are larger than a batch: rejects those without any bytes, because nothing would limit the
+// number of their batches.
 void require_elements(const PyTaskPool& state, const Signature& signature, int64_t rows) {
   for (const Position& position : signature.positions) {
     if (position.row_bytes > 0) return;

@@ -44,8 +44,8 @@ PyObject* interned(const char* name) { return forever(own(PyUnicode_InternFromSt
 // Returns the settings of torch that may change what a batch does on a thread, each with its value on a new thread.
 // They must be few, because every client that runs a batch itself reads all of them. Some are noticed indirectly:
 // inference mode turns off forward-mode gradients; transforms of torch.func push interpreters; custom operators, and
-// dispatch modes while they handle an operation, exclude dispatch keys below autograd; code compiled by torch.compile
-// sets a frame callback.
+// dispatch modes while they handle an operation, exclude autograd's dispatch keys; code compiled by torch.compile sets
+// a frame callback.
 std::vector<Question> plain_state() {
   return {
       {find("_C._is_any_autocast_enabled"), nullptr, Py_False},
@@ -90,7 +90,8 @@ const TorchCalls& torch_calls() {
   return *calls;
 }
 
-// Returns true if this thread's work goes where that of a new thread goes: to the default stream of the first GPU.
+// Returns true if this thread's work goes where that of a new thread goes (to the default stream of the first GPU), or
+// if this process has not used a GPU.
 static bool on_usual_gpu(const TorchCalls& calls) {
   if (calls.cuda == nullptr || calls.cuda_device == nullptr || calls.cuda_stream == nullptr) return true;
   if (own(PyObject_GetAttr(calls.cuda, calls.initialized)).ptr() != Py_True) return true;

@@ -33,7 +33,7 @@ struct TorchCalls {
   PyObject* initialized;
 };
 
-// Returns the functions. Throws an ImportError if this torch lacks one of them.
+// Returns the functions. Throws an ImportError if this torch lacks one that cannot be null.
 const TorchCalls& torch_calls();
 
 // Returns true if a batch would run on this thread as on a worker: none of the thread's settings affects operations,

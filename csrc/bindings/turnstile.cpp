@@ -124,7 +124,8 @@ struct Current {
 thread_local Current current;
 thread_local std::vector<SeatPointer>* delivered = nullptr;
 
-// Calls the seat of a thread whose request is done, or queues the seat if this thread delivers several requests.
+// Calls the seat of a thread whose request is done. If this thread is delivering the requests of a batch, and the seat
+// is another thread's, queues the seat instead.
 void arrive(const SeatPointer& seat) {
   if (delivered != nullptr && seat->owner != std::this_thread::get_id()) {
     delivered->push_back(seat);
@@ -150,7 +151,7 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // The seat was called, but its thread does not return: pass on both its own call and the previous thread's.
+  // The seat was called, but its thread does not return: make the call that the previous seat owes, and this one's.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

@@ -24,7 +24,7 @@ void leave_turnstile();
 
 struct Seat;
 
-// A waiting thread's place in the order of return; must be created and used without the GIL.
+// A waiting thread's place in the order of return; must be created and waited in without the GIL.
 class Place {
  public:
   explicit Place(TensorRequest& request);

@@ -83,7 +83,7 @@ class PyWorkerPool {
     const runtime::Growth<SystemSync> growth{
         most, seconds_up_to_a_year(still, still > 0, "WorkerPool: still must be a number of seconds above 0"),
         seconds_up_to_a_year(idle, idle > 0, "WorkerPool: idle must be a number of seconds above 0")};
-    const WithoutGil released;  // outlives the threads, which a late pool joins without the GIL
+    const WithoutGil released;  // outlives the local `threads`, which are joined here if the interpreter is exiting
     auto threads = std::make_shared<Threads>(workers, with_thread_state, growth);
     keep_until_stopped(threads);
     threads_ = std::move(threads);
@@ -133,7 +133,7 @@ class PyWorkerPool {
 
 using Calls = runtime::ParallelFor<runtime::SystemSync>;
 
-// The exception of a call. Copies share the exception object; they are made and destroyed without the GIL.
+// The exception of a call. Copies share the exception object; they may be made and destroyed without the GIL.
 struct CallRaised : std::exception {
   explicit CallRaised(py::object error) : object(std::make_shared<GilObject>(std::move(error))) {}
   const char* what() const noexcept override { return "a call raised"; }
@@ -212,8 +212,8 @@ void parallel_for(const PyWorkerPool& pool, int count, const py::typing::Callabl
     const WithoutGil released;
     run = Calls::start(workers->threads, count, call, limit);
   }
-  // Destroys the exceptions of the calls, or leaves them to a worker that is about to end. Runs without the GIL, like
-  // the pool.
+  // Drops the run and the pool without the GIL. The last thread to drop the run destroys the exceptions of its calls;
+  // that may be a worker that has just made the last call.
   struct Released {
     ~Released() {
       const WithoutGil released;

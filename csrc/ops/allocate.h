@@ -56,8 +56,9 @@ inline torch::stable::Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shap
 }
 
 // Returns an uninitialised tensor (rows, columns) with the dtype and device of `like`. It reuses the memory of `used`,
-// whose values must no longer be needed, if that is large enough, has the same dtype and device, and the new tensor has
-// at least kWorth bytes: no new pages are then needed. Otherwise, or if `used` is null, its memory is new.
+// whose values must no longer be needed, if `used` is large enough and contiguous and has the same dtype and device,
+// and the new tensor has at least kWorth bytes: no new pages are then needed. Otherwise, or if `used` is null, the
+// tensor gets new memory.
 inline torch::stable::Tensor empty_in(const torch::stable::Tensor* used, int64_t rows, int64_t columns,
                                       const torch::stable::Tensor& like) {
   constexpr int64_t kWorth = int64_t{4} << 20;  // bytes from which reuse pays

@@ -1,7 +1,8 @@
 // pymoe::apply_experts: a whole mixture of expert networks in one call, for use without gradients. It computes the same
 // bits as build_routing, dispatch, grouped_linear, expert_activation, grouped_linear and combine one after the other,
-// because it calls them. It saves the cost of five calls from Python and half of the memory for intermediate results:
-// each step writes its output to memory that held the input of the step before it.
+// because it calls them. It saves the cost of five calls from Python and up to half of the memory for intermediate
+// results: the activation and the second product write their output to the memory that held the input of the step
+// before them, if it is suitable (empty_in in ops/allocate.h; torch's grouped product always needs new memory).
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //
@@ -14,7 +15,8 @@
 //
 // pymoe::apply_experts_recorded and pymoe::apply_chosen_experts_recorded: apply_experts and apply_chosen_experts for
 // use with gradients. They also return the tensors that a backward pass reads (pymoe/nn/recorded.py): (y, rows, inner,
-// active, outer, slot, token, offsets), and (load, weights, experts) of the gate. So no step reuses memory here.
+// active, outer, slot, token, offsets), with chosen experts followed by the gate's (load, weights, experts). So no step
+// reuses memory here.
 //
 // torch's grouped product adds no bias. On a GPU on which it multiplies bf16 rows, apply_experts and
 // apply_chosen_experts leave b_in to expert_activation and b_out to combine, as pymoe/nn/apply_experts.py does. The
@@ -130,7 +132,7 @@ std::tuple<Tensor, Tensor> apply_chosen_experts(const Tensor& x, const Tensor& l
   return {apply(x, routing, chosen.weights, networks), chosen.load};
 }
 
-// The tensors that one step makes and the backward pass of the next step reads.
+// The result, and the tensors that one step makes and the backward pass reads.
 struct Steps {
   Tensor y, rows, inner, active, outer;
 };

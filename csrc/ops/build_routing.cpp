@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kName = "build_routing";
 constexpr int64_t kRowLimit = int64_t{1} << 31;  // rows are numbered in int32
 
-// Sorts the choices with the gate's counts. Only the CUDA twin can use them.
+// Sorts the choices with the gate's counts, and writes the load. Only the CUDA twin can use the counts.
 void run_counted([[maybe_unused]] const BuildRoutingArguments& a, [[maybe_unused]] const gate_topk_op::Chosen& chosen) {
 #if PYMOE_WITH_CUDA
   auto* const load = static_cast<int32_t*>(chosen.load.mutable_data_ptr());

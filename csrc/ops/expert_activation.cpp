@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kName = "expert_activation";
 
 // Checks the arguments, then computes and returns the result of the forward, or of the backward if `grad` is given.
-// `kind` is an index into KINDS of pymoe/_common/types.py.
+// `kind` is an index into KINDS of pymoe/_common/types.py, or len(KINDS) for the clamped swiglu.
 Tensor run_checked(Twins<ExpertActivationArguments> twins, const std::optional<Tensor>& grad, const Tensor& h,
                    int64_t kind, SwigluClamp<double> clamp, bool interleaved, const std::optional<Tensor>& bias,
                    const std::optional<Tensor>& offsets, const Tensor* used = nullptr) {

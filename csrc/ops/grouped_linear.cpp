@@ -1,5 +1,5 @@
 // pymoe::grouped_linear and its gradients: see kernels/grouped_linear.h for what they compute and
-// pymoe/reference/grouped_linear.py for the contract. Inputs may have any strides.
+// pymoe/reference/grouped_linear.py for the contract. x, weights, biases and gradients may have any strides.
 //
 // On CUDA torch's grouped GEMM makes the products that it can make without the host (ops/torch_grouped_mm.h); kernels
 // of this project make its offsets safe and add what it leaves out. This project's own kernel makes all other products,
@@ -67,8 +67,8 @@ void run_on_cuda(void (*step)(const Arguments&, void*), const Arguments& argumen
 // Returns the end of each expert's rows, in the form that torch takes.
 Tensor ends(Tensor offsets, int64_t experts) { return torch::stable::narrow(offsets, 0, 1, experts); }
 
-// Returns torch's grouped product of `left` and `right`. torch may not write rows without an expert and gradients of
-// experts without rows; `complete` writes zeros to them.
+// Returns torch's grouped product of `left` and `right`. torch may leave rows without an expert, and gradients of
+// experts without rows, unwritten; `complete` writes zeros to them.
 template <typename Arguments>
 Tensor by_torch(Arguments a, const Tensor& left, const Tensor& right, const Tensor& like,
                 void (*complete)(const Arguments&, void*)) {

@@ -1,5 +1,6 @@
 // The Python module pymoe._ops. Importing it registers the operators of this library. Its attributes say how it was
-// built, and what a GPU supports. It is written against the limited API, so one file serves every CPython from 3.10 on.
+// built and which vector instructions this CPU's kernels use; torch_multiplies says what a GPU supports. It is written
+// against the limited API, so one file serves every CPython from 3.10 on that has a GIL.
 #include <pyconfig.h>
 
 // Free-threaded CPython cannot load extensions of the limited API.

@@ -27,8 +27,9 @@ enum class Prefetch : int64_t { kNothing, kMissing, kAll };
 // largest request and its read_ahead_kb (mm/readahead.c).
 constexpr uintptr_t kRequest = uintptr_t{128} << 10;
 
-// Asks the system for pages of the `bytes` bytes from `data` on; `what` selects them. Asking for pages that are in
-// memory takes ten times as long as finding out which pages are missing.
+// Asks the system for pages of the `bytes` bytes from `data` on. `what` selects them and must not be kNothing; with
+// kMissing, requests without a missing page are left out. Asking for pages that are in memory takes ten times as long
+// as finding out which pages are missing.
 inline void prefetch(const void* data, size_t bytes, Prefetch what) {
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto from = reinterpret_cast<uintptr_t>(data);
@@ -46,7 +47,8 @@ inline void prefetch(const void* data, size_t bytes, Prefetch what) {
   }
 }
 
-// Asks the system to read the weights of the experts that have rows. `weights` is (E, ...).
+// Asks the system to read the weights of the experts that have rows. `weights` is (E, ...); unless it is contiguous,
+// does nothing.
 inline void prefetch_chosen(const torch::stable::Tensor& weights, const torch::stable::Tensor& offsets, Prefetch what) {
   if (what == Prefetch::kNothing || weights.dim() == 0 || !weights.is_contiguous()) return;
   const int64_t experts = std::min(weights.size(0), offsets.numel() - 1);

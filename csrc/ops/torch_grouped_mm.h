@@ -7,9 +7,10 @@
 //
 // The fast kernel trusts its offsets, leaves rows past the last offset unwritten, takes only sorted rows, and rounds
 // before a bias could be added; so unsorted rows and biases are refused, too. (A layer therefore leaves the biases of
-// such products to the operators after them: pymoe/nn/apply_experts.py.) Compute capability 10.3 is refused until this
-// product has been measured there, because gradients of NaN have been reported on it and not explained
-// (pytorch/pytorch#193633). With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all products.
+// such products to the operators after them: pymoe/nn/apply_experts.py.) Only compute capabilities 9.0 and 10.0 are
+// accepted: 10.3 is refused until this product has been measured there, because gradients of NaN have been reported on
+// it and not explained (pytorch/pytorch#193633). With PYMOE_TORCH_GROUPED_MM=0 this project's own kernel makes all
+// products.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -36,8 +37,8 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
-// Returns true unless PYMOE_TORCH_GROUPED_MM is 0. The variable is read only once, so that the choice of kernel does
-// not change while the process runs.
+// Returns true unless PYMOE_TORCH_GROUPED_MM is 0; throws if it is neither empty nor 0 nor 1. The variable is read only
+// once, so that the choice of kernel does not change while the process runs.
 inline bool wanted() {
   static const bool answer = [] {
     const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");
@@ -49,7 +50,8 @@ inline bool wanted() {
   return answer;
 }
 
-// Returns true if the matrix is aligned and its elements are contiguous along rows or, with `either`, along columns.
+// Returns true if the matrix is aligned, its rows do not overlap and its elements are contiguous along rows; with
+// `either`, also if this is true of its columns.
 inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
   const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
   const bool by_columns = m.row_stride == 1 && m.column_stride >= rows && aligned({m.column_stride});

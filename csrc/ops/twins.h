@@ -16,7 +16,8 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace pymoe::ops {
 
-// The two twins of a kernel. `cuda` is null in a build without CUDA kernels.
+// The two twins of a kernel. `cuda` is null in a build without CUDA kernels; `cpu` is null for a step that only CUDA
+// tensors need.
 template <typename Arguments>
 struct Twins {
   void (*cpu)(const Arguments&);

@@ -17,7 +17,7 @@ class ThreadActivity {
   // Returns true if the thread has used a processor since the last call, or if this is the first call. The thread must
   // not have ended.
   bool advanced();
-  // Returns true if the thread runs, or would if it got a processor. Takes ten times as long as advanced().
+  // Returns true if the thread runs, or would if it got a processor. Reads a file, so it is slower than advanced().
   bool ready() const;
 
  private:

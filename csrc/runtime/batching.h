@@ -1,7 +1,8 @@
 // The rule that decides when queued requests become a batch: the options of a pool, and the linger.
 //
-// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends. It has
-// three limits; the adaptive one is called patience here.
+// The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends: at the
+// latest after the option `linger`, or when no request has arrived for the time that a batch takes times the patience,
+// an adaptive factor.
 #pragma once
 
 #include <algorithm>
@@ -85,7 +86,8 @@ class Linger {
 
  private:
   static constexpr double kLeastPatience = 1.0 / 16;
-  // The minimum wait for arrivals: the time that threads need to wake up and submit again, even after a short batch.
+  // The minimum wait for an arrival, at full patience: the time that threads need to wake up and submit again, even
+  // after a short batch.
   static constexpr std::chrono::microseconds kLeastGap{200};
 
   const Duration limit_;

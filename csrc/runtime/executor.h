@@ -14,7 +14,8 @@
 //            continue. Call the strand's own request_stop before. reopen reverses that request_stop, if no thread waits
 //            for the strand's end.
 // Errors     attach and reopen throw StoppedError after a stop; attach throws std::logic_error if the strand is already
-//            attached to an executor. wait_stopped_until throws std::logic_error on a worker or inside a batch.
+//            attached to an executor. wait_stopped_until throws std::logic_error on a worker, or inside a batch of one
+//            of the strands.
 // Threads    All functions may be called from any thread.
 #pragma once
 

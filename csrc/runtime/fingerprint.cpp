@@ -12,7 +12,7 @@ constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;       // 2^64 divided by the golde
 constexpr uint64_t kOtherOdd = 0xC2B2AE3D27D4EB4F;  // a prime
 
 // For a given word this is a bijection of the state, and for a given state a bijection of the word. So a change of a
-// single word always changes the result.
+// single word that is read once always changes the result.
 uint64_t mix(uint64_t state, uint64_t word) { return std::rotl(state ^ (word * kOtherOdd), 29) * kOdd; }
 
 struct Lanes {

@@ -34,8 +34,9 @@
 namespace pymoe::runtime {
 
 // The run's jobs in the pool are tickets: each makes calls one after the other until none is left, or until an older
-// job waits for a worker. There are at most as many tickets as workers. In a pool that can grow, as many tickets again
-// stay queued while calls are left, because queued jobs make the pool grow.
+// job waits for a worker. In a pool of fixed size there are at most as many tickets as workers. In a pool that can
+// grow, as many tickets as workers stay queued while calls are left, besides those that run, because queued jobs make
+// the pool grow.
 template <typename Sync>
 class ParallelFor final : public Completion<Sync>, public std::enable_shared_from_this<ParallelFor<Sync>> {
  public:

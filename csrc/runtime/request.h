@@ -66,9 +66,9 @@ struct Slice {
   bool last() const { return end == request->rows; }
 };
 
-// Thrown by BatchFunction::run if the batch did not run at all and must not count as failed: its requests return to
-// their places in the queue. If a helping thread took the batch, the function in which it helped (submit, wait or help)
-// throws Interrupted too.
+// Thrown by BatchFunction::run if the batch was interrupted and must not count as failed: its requests return to their
+// places in the queue, and run again. If a helping thread took the batch, the function in which it helped (submit, wait
+// or help) throws Interrupted too.
 struct Interrupted {};
 
 template <typename Sync>

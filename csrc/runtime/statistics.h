@@ -12,7 +12,7 @@
 namespace pymoe::runtime {
 
 // Counts values in buckets whose width grows with the value: one bucket for each value up to 3, then four buckets for
-// every power of two. A quantile taken as the middle of a bucket is off by at most an eighth.
+// every power of two. A quantile taken as the middle of one of the latter is off by at most an eighth.
 class Histogram {
  public:
   static constexpr int kBuckets = 252;
@@ -60,7 +60,8 @@ class Counter {
 };
 
 struct PoolStatistics {
-  // Numbers of requests. At rest, submitted = queued + running + completed + failed + cancelled + expired.
+  // Numbers of requests. At rest, submitted = queued + running + completed + failed + cancelled + expired. (A request
+  // larger than a batch counts as both queued and running from its first batch to its last.)
   Counter submitted, completed, failed, cancelled, expired;
   Counter rejected;                      // refused because the queue was full
   Counter queued, queued_rows, running;  // current numbers

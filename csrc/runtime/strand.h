@@ -12,7 +12,7 @@
 //            since it may be the only thread that can run them.
 // Results    Requests end after the strand is free again, so that a client's next request finds it free. If the batch
 //            function throws, all requests of the batch end with its exception; with options.isolate, only those that
-//            also fail alone.
+//            also fail alone, if the function allows to run parts of the batch again (may_retry).
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once
@@ -46,7 +46,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   using Workers = std::shared_ptr<WorkerPool<Sync>>;
 
   // Attaches the strand to the workers that run its batches from now on, and to the one-thread pool that handles its
-  // deadlines. Throws std::logic_error if it is already attached.
+  // deadlines, and opens its pools. Throws std::logic_error if it is already attached.
   void attach(Workers workers, Workers timer) {
     Plan made;
     {
@@ -67,7 +67,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   }
 
   // Closes the strand's pools. With kDrain, queued requests run without waiting for more; with kCancel, they are
-  // cancelled.
+  // cancelled, and so are the remaining rows of requests that have begun.
   void request_stop(Stop how) {
     std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
     Plan made;
@@ -83,7 +83,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
         pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
       }
       const std::lock_guard lock(mutex_);
-      made = plan(Sync::now());  // for a request that has begun and needs further batches
+      made = plan(Sync::now());  // as after every change of the queues
     }
     carry_out(made);
   }
@@ -99,7 +99,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   }
 
   // Waits for the end of all submitted requests; returns false if one has not ended by `until`. Call after
-  // request_stop.
+  // request_stop. Throws std::logic_error on the thread that runs a batch of the strand.
   bool wait_finished_until(Time until) {
     std::unique_lock lock(mutex_);
     refuse_on_runner();
@@ -110,7 +110,7 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   }
 
   // Waits until `request`, which is one of this strand's, has ended, or until `until`. `how` says whether this thread
-  // runs batches meanwhile.
+  // runs batches meanwhile. Throws std::logic_error on the thread that runs a batch of the strand.
   void wait(const Request<Sync>& request, Time until, Help how) {
     std::unique_lock lock(mutex_);
     while (!request.done()) {
@@ -265,9 +265,9 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     return best;
   }
 
-  // Runs one batch, if one is ready and no other thread runs a batch of this strand; the lock is released meanwhile.
-  // Returns true if it ran a batch, or ended requests that had expired. If the batch was interrupted, throws
-  // Interrupted with the lock released, because the interrupt is meant for this thread's own code.
+  // Runs one batch, if the strand is attached, a batch is ready and no thread runs a batch of this strand; the lock is
+  // released meanwhile. Returns true if it ran a batch, or ended requests that had expired. If the batch was
+  // interrupted, throws Interrupted with the lock released, because the interrupt is meant for this thread's own code.
   bool help(std::unique_lock<typename Sync::Mutex>& lock) {
     if (running_ || !workers_) return false;
     const Time start = Sync::now();

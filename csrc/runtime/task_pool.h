@@ -64,7 +64,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   }
 
   // Queues the request. Returns false if the queue has no room by `until`; the client may then try again, and the
-  // request counts as rejected only if reject() is called. Throws StoppedError if the pool is closed.
+  // request counts as rejected only if reject() is called. Throws StoppedError if the pool is closed, std::logic_error
+  // if it would wait for room inside a batch of the same strand.
   bool submit(const RequestPointer& request, Time until, Help help = Help::kNo) {
     typename Strand<Sync>::Plan plan;
     {
@@ -137,8 +138,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     return true;
   }
 
-  // Runs the strand's ready batches until the request is done or no batch is left, without waiting. Returns true if the
-  // request is done.
+  // Runs the strand's ready batches until the request is done, none is ready or another thread runs one, without
+  // waiting. Returns true if the request is done.
   bool help(const RequestPointer& request) {
     std::unique_lock lock(strand_->mutex_);
     while (!request->done()) {
@@ -175,7 +176,8 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     strand_->changed_.notify_all();
   }
 
-  // Ends, with Cancelled(reason), every request that has not begun or needs further batches.
+  // Ends, with Cancelled(reason), every request that has not begun or needs further batches. If a running batch
+  // contains a part of the request, the request ends with that batch, also with Cancelled.
   void cancel_all(const std::string& reason) {
     Requests cleared;
     {
@@ -225,7 +227,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
            std::shared_ptr<Strand<Sync>> strand)
       : name_(std::move(name)), options_(options), function_(std::move(function)), strand_(std::move(strand)) {}
 
-  // --- called by the strand, which holds its mutex ---
+  // --- with the strand's mutex held ---
 
   // Returns the queue of the next batch, or null if none is ready by `now`.
   Queue* ready_queue(Time now) {
@@ -251,7 +253,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   Queue& queue_of(uint64_t kind) {
     if (const auto found = queues_.find(kind); found != queues_.end()) return *found->second;
-    // Ragged requests may have any number of kinds, so queues without requests are discarded.
+    // Ragged requests may have any number of kinds, so queues without requests are discarded if there are many.
     if (queues_.size() >= kKeptQueues) std::erase_if(queues_, [](const auto& entry) { return entry.second->idle(); });
     return *queues_.emplace(kind, std::make_unique<Queue>(options_)).first->second;
   }

@@ -183,7 +183,7 @@ class Waits {
   std::vector<Wait> waits_;           // the waits, in the order in which they began
   std::vector<Held> held_;            // the turns, in the order in which they were entered
   int wanting_ = 0;                   // number of threads that wait for turns
-  typename Sync::Condition changed_;  // signalled when one of these changes
+  typename Sync::Condition changed_;  // signalled when a thread that waits for a turn may have it now
 };
 
 }  // namespace pymoe::runtime

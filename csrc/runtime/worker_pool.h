@@ -18,8 +18,8 @@
 //           ever, so stop and wait_stopped_until then throw std::logic_error. The constructor throws
 //           std::invalid_argument for fewer than one worker; if the system refuses a thread, it ends the running ones
 //           and rethrows. (If the system refuses a thread for growth, the pool asks again later.)
-// Threads   All functions may be called from any thread, including from jobs (stop and the destructor excepted). No
-//           thread exists before the constructor or after stop.
+// Threads   All functions may be called from any thread, including from jobs (except stop, wait_stopped_until and the
+//           destructor). No thread exists before the constructor or after stop.
 #pragma once
 
 #include <algorithm>
@@ -166,7 +166,7 @@ class WorkerPool {
   // Returns the current number of workers.
   int workers() const { return count_.load(std::memory_order_relaxed); }
   bool grows() const { return growth_.most > base_; }
-  // Returns true on a thread of this pool.
+  // Returns true on a worker of this pool.
   bool on_worker() const {
     const auto id = Sync::this_thread();
     const std::lock_guard lock(mutex_);
@@ -308,7 +308,8 @@ class WorkerPool {
   void watch();                     // the watcher's thread
   Time look(Lock& lock, Time now);  // returns the time of the next check
   void join_retired(Lock& lock);
-  // Returns the number of jobs that are ready but that no worker is about to take.
+  // Returns the number of jobs that are ready but that no worker is about to take. All timed jobs that are due count as
+  // one.
   size_t unserved(Time now) const {
     if (!idle_.empty() || timekeeper_ != nullptr) return 0;
     return ready_.size() + (!timed_.empty() && !(now < timed_.begin()->first));
@@ -322,8 +323,8 @@ class WorkerPool {
     const std::lock_guard lock(mutex_);
     if (--running_ == 0) ended_.notify_all();
   }
-  // Moves due jobs to ready_. The calling worker takes the first of them itself, so it calls workers only for the
-  // others.
+  // Moves due jobs to ready_. The worker that calls this takes the first of them itself, so other workers are called
+  // only for the rest.
   void release_due() {
     if (timed_.empty()) return;
     const Time now = Sync::now();
@@ -380,13 +381,13 @@ class WorkerPool {
 
   // Sleeping workers are either idle or the timekeeper, which wakes at the first time of timed_. There is a timekeeper
   // whenever timed_ is not empty and a worker sleeps. For every job that becomes ready, a sleeping worker is called if
-  // there is one: the one that fell asleep last, since its caches are warm.
+  // there is one: the idle one that fell asleep last, since its caches are warm, or else the timekeeper.
   const int base_;
   const Around around_;
   const Growth<Sync> growth_;
   mutable typename Sync::Mutex mutex_;  // guards everything below except join_mutex_
-  // Threads of retired_ have ended, and must be joined. Their workers then go to spare_ for reuse and are not
-  // destroyed, because a thread that called one may still be about to notify it.
+  // Threads of retired_ have ended or are about to, and must be joined. Their workers then go to spare_ for reuse and
+  // are not destroyed, because a thread that called one of them may still be about to notify it.
   std::vector<std::unique_ptr<Worker>> workers_, retired_, spare_;
   std::atomic<int> count_{0};  // size of workers_; written under the lock
   Jobs ready_, timed_;

@@ -7,13 +7,13 @@
 // do: the activity of their threads shows it.
 //
 //   - A worker counts as waiting if it was inactive for a span (`still`): no processor time at all, and not ready to
-//     run (activity.h). The span is longer than the interpreter's switch interval, so threads that wait for its lock do
-//     not count as waiting: they wake once per interval. Threads that poll count as computing.
+//     run (activity.h). The span should be longer than the interpreter's switch interval: threads that wait for its
+//     lock then do not count as waiting, because they wake once per interval. Threads that poll count as computing.
 //   - The pool should have `workers` active threads, as many as at its creation. If some are active, the missing ones
 //     are added. If none is, the number of threads is doubled: n jobs that wait for each other take log(n) spans.
 //
 // So jobs that compute get no more than `workers` threads. Jobs that waited and now compute stay on their threads; if
-// more than `workers` are active for a while (ten spans), surplus threads end as soon as they have no job. Threads
+// more than `workers` are active for a while (ten spans), surplus threads end instead of taking another job. Threads
 // beyond the first `workers` also end after a long time without a job (`idle`). The watcher sleeps unless a job stays
 // queued, or more than `workers` threads have one.
 #pragma once

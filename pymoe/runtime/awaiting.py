@@ -1,12 +1,13 @@
 """Implements ``await`` for the futures of requests.
 
 A task that awaits a request waits for a *waiter*, a future of its event loop. When a batch ends, the thread that
-completes it puts the waiters of all its requests into a mailbox of the loop, without the GIL. Then it calls
-``call_soon_threadsafe`` once, because one call per request would cost more than everything else. The loop completes the
-waiters in the mailbox, and each task continues with the result of its request.
+completes it puts the waiters of its requests into a mailbox of the loop, without the GIL. Only for a waiter that finds
+the mailbox empty does the thread call ``call_soon_threadsafe``, because one call per request would cost more than
+everything else. The loop completes the waiters in the mailbox, and each task continues with the result of its request.
+(A future that is a Python object makes a call of its own.)
 
-If ``call_soon_threadsafe`` raises although the loop is open, it is called once more, and then again for the next
-waiter.
+If ``call_soon_threadsafe`` raises although the loop is open, it is called once more; if that call raises, too, the
+waiters stay in the mailbox until the next waiter comes, for which it is called again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weak
 def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, Any]:
     """Yield to the event loop until the request is done, and return its result: the iterator of ``await future``.
 
-    The request is cancelled if the task is cancelled, or if it is not done within ``seconds``. ``future`` may be a
-    native future of this process, or a Python object with the methods of ``concurrent.futures.Future``.
+    The request is cancelled if the task is cancelled, or if the request is not done within ``seconds`` (None: no
+    limit). ``future`` may be a native future of this process, or a Python object with the methods of
+    ``concurrent.futures.Future``.
 
     Raises:
         TimeoutError: the request is not done within ``seconds``.
@@ -53,7 +55,7 @@ def outcome(future: Any, seconds: float | None = None) -> Generator[Any, None, A
     try:
         return future.result()
     finally:
-        del future  # break a reference cycle: the traceback of its exception refers to this frame
+        del future  # break a reference cycle: the traceback of the request's exception refers to this frame
 
 
 def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any]) -> None:
@@ -71,7 +73,10 @@ def _expect(future: Any, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future
 
 
 def _call_loop(loop_of: weakref.ref[asyncio.AbstractEventLoop], mailbox: Mailbox) -> None:
-    """Make the loop complete the waiters in its mailbox. If the loop no longer exists or is closed, discard them."""
+    """Make the loop complete the waiters in its mailbox. If the loop no longer exists or is closed, discard them.
+
+    If the loop is open, any exception of ``call_soon_threadsafe`` is raised.
+    """
     if (loop := loop_of()) is None:
         return mailbox.discard()
     try:

@@ -48,18 +48,19 @@ class ExpertBackend(nn.Module):
     pass** runs the expert again on the inputs in the request, returns gradients of every input, and updates the expert
     once for the whole batch. A :class:`~pymoe.runtime.Runtime` runs both passes; they can also be called directly, from
     any thread. Passes and updates of one expert never overlap, nor do those of experts that share parameters, directly
-    or through an optimizer. A backend can be copied and pickled: a copy has its own pools.
+    or through an optimizer, unless one waits for the other. A backend can be copied and pickled: a copy has its own
+    pools.
 
     Args:
         name: name of the backend in the pools (``NAME_forward``, ``NAME_backward``), statistics and errors.
         expert: the module. The first dimension of its first argument, and of every other tensor that it takes or
             returns, is the batch.
         opt: the optimizer of the expert's parameters. None: the expert is never updated, and its parameters get no
-            gradients.
+            gradients, unless a subclass overrides :meth:`apply_gradients`.
         args_schema: for each positional argument, a nested structure of :class:`BatchTensorProto`. A tensor is replaced
             by its prototype. Any other leaf is a constant, which is passed to the expert unchanged.
         kwargs_schema: the same for keyword arguments. One of the two must contain a prototype.
-        outputs_schema: the same for the expert's results. None: it is determined by one call that leaves no trace (see
+        outputs_schema: the same for the expert's results. None: it is determined by a trial call (see
             :func:`pymoe.runtime.dry_run.infer_outputs_schema`).
         gradient_reduction: ``"sum"``: an update uses the sum over all rows of all requests in the batch, as in one
             backward pass over all of them. ``"mean"``: this sum is divided by the number of rows, so that the length of
@@ -67,20 +68,21 @@ class ExpertBackend(nn.Module):
         accumulate_steps: the number of batches whose gradients make one update.
         clip_grad_norm: the maximum 2-norm of the gradients of all parameters together, after the reduction; larger
             gradients are scaled down to it.
-        nonfinite_gradients: what to do if a parameter's gradient contains NaN or infinity, which the update would pass
-            on to all later requests. ``"raise"``: the batch fails with :class:`NonFiniteGradientError` (with
-            ``isolate=True`` only the bad request). ``"skip"``: there is no update and a warning is logged, but every
-            request receives its gradients, as loss scaling requires. ``"step"``: gradients are not checked.
+        nonfinite_gradients: what to do if a parameter's gradient (or their norm, with ``clip_grad_norm``) contains NaN
+            or infinity, which the update would pass on to all later requests. ``"raise"``: the batch fails with
+            :class:`NonFiniteGradientError` (with ``isolate=True`` only the bad request). ``"skip"``: there is no update
+            and a warning is logged, but every request receives its gradients, as loss scaling requires. ``"step"``:
+            gradients are not checked.
         scheduler: a learning-rate scheduler of torch, or another object whose ``step()`` is called after every update.
         device: the device of the expert; None leaves it on its current one. Inputs on another device are moved there
             (asynchronously from page-locked memory), and results go to the device of the first input.
-        buffers: the passes that may change buffers of an expert in training mode. ``"backward"``: an input that is
-            used for training counts once in the statistics of batch normalisation, any other input does not count.
-            ``"both"``: every pass counts, so an input that is used for training counts twice.
+        buffers: the passes that may change buffers of an expert in training mode. ``"backward"``: the statistics of
+            batch normalisation count an input once, in its backward pass; without a backward pass, it does not count.
+            ``"both"``: every pass counts, so an input with a backward pass counts twice.
         pool_options: options of both pools, such as ``max_batch_size=1024, isolate=True``; see
-            :class:`~pymoe.runtime.TaskPool`. With ``isolate=True``, a failed backward batch is run again in halves, and
-            so may make several updates. A backward request of more than ``max_batch_size`` rows also makes several
-            updates, and may fail after some of them.
+            :class:`~pymoe.runtime.TaskPool`. With ``isolate=True``, a backward batch that failed before its update is
+            run again in halves, and so may make several updates. A backward request of more than ``max_batch_size``
+            rows also makes several updates, and may fail after some of them.
 
     A backward batch that trains sets ``.grad`` of the parameters to None, even if other code has put gradients there. A
     backend can be moved to another device, but not converted to another dtype, because clients use its schemas: convert
@@ -99,8 +101,9 @@ class ExpertBackend(nn.Module):
     Raises:
         ValueError: the schemas of the arguments contain no prototype, an option has an invalid value, or ``opt``
             updates none of the parameters.
-        TypeError: ``expert`` is not a module, ``opt`` is not an optimizer, or a pool option does not exist; or
-            ``step()`` of ``opt`` or ``scheduler`` needs arguments, and :meth:`apply_gradients` is not overridden.
+        TypeError: ``expert`` is not a module, ``opt`` or ``scheduler`` has no ``step()``, or a pool option does not
+            exist; or this ``step()`` needs arguments, and :meth:`apply_gradients` is not overridden.
+        Exception: any exception of the expert in the trial call for ``outputs_schema``.
 
     Example:
         >>> expert = torch.nn.Linear(8, 8)
@@ -233,7 +236,10 @@ class ExpertBackend(nn.Module):
 
     @property
     def updates(self) -> int:
-        """Return the number of updates of the expert. :meth:`load_state_dict` sets it to that of the loaded state."""
+        """Return the number of updates of the expert.
+
+        :meth:`load_state_dict` sets it to that of the loaded state; the state of a plain module has none.
+        """
         return self._rule.updates
 
     # --- the passes ---
@@ -246,7 +252,8 @@ class ExpertBackend(nn.Module):
         Results in other memory that the expert keeps, such as a cache, are copied only if the call goes through a pool.
 
         Raises:
-            ValueError: the number of inputs is wrong, or the outputs do not match the schema.
+            ValueError: the number of inputs is wrong, the first input has no dimensions, or the outputs do not match
+                the schema.
             Exception: any exception of the expert.
         """
         self._schema.check_count("forward", inputs, len(self._schema.inputs))
@@ -258,19 +265,22 @@ class ExpertBackend(nn.Module):
         """Update the expert, and return gradients of the flat inputs.
 
         The expert runs again on the inputs, and its results are differentiated. The update uses the gradients of this
-        batch, or of the last ``accumulate_steps`` batches. Afterwards, ``.grad`` of the parameters is None.
+        batch, or of the last ``accumulate_steps`` batches. Afterwards, ``.grad`` of the parameters is None. Unless
+        :attr:`trains` is true, the parameters and their ``.grad`` do not change. If the inputs have 0 rows, the expert
+        is neither called nor updated.
 
         Args:
             inputs: the flat inputs, followed by a gradient of each tensor among the flat outputs, in the same shape.
                 Gradients of integer outputs are ignored.
 
         Returns:
-            For each flat input, its gradient: a tensor of the same shape and dtype on the same device. It is zeros for
-            an input that has no gradient: an integer input, or one that does not influence the outputs. (None could not
-            be divided among the requests of a batch.)
+            For each flat input, its gradient: a tensor of the same shape and dtype, on the device of the first input.
+            It is zeros for an input that has no gradient: an integer input, or one that does not influence the outputs.
+            (None could not be divided among the requests of a batch.)
 
         Raises:
-            ValueError: the number of tensors is wrong, or the outputs do not match the schema.
+            ValueError: the number of tensors is wrong, the first has no dimensions, or the outputs do not match the
+                schema.
             NonFiniteGradientError: see ``nonfinite_gradients``.
             Exception: any exception of the expert, the optimizer or the scheduler.
         """
@@ -299,7 +309,10 @@ class ExpertBackend(nn.Module):
             self.scheduler.step()
 
     def may_retry(self, exception: BaseException) -> bool:
-        """Return whether a backward pass that raised ``exception`` changed nothing, so that it may run again."""
+        """Return whether ``exception`` is an Exception that a backward pass raised before its update.
+
+        The pass has then changed neither parameters nor buffers, so it may run again.
+        """
         return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
     def _run_alone(
@@ -398,7 +411,7 @@ class ExpertBackend(nn.Module):
         """Load this module's own entries of ``state_dict``, for ``load_state_dict`` of this or of a containing module.
 
         Raises:
-            ValueError: ``load_state_dict`` was called with ``assign=True``.
+            ValueError: ``load_state_dict`` was called with ``assign=True``, and the backend has an optimizer.
         """
         if self.opt is not None and local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
@@ -419,7 +432,7 @@ class ExpertBackend(nn.Module):
             return {"updates": self._rule.updates, **copy.deepcopy(states)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`get_extra_state`."""
+        """Drop the accumulated gradients, and load the result of :meth:`get_extra_state`."""
         with self._lock:
             self._rule.forget()
             for name, one in self._stateful():
@@ -474,7 +487,10 @@ class ExpertBackend(nn.Module):
         return twin
 
     def _look_again(self) -> None:
-        """Update the list of the expert's parameters after some were replaced; check that ``opt`` updates them."""
+        """Update the list of the expert's parameters after some were replaced; check that ``opt`` updates them.
+
+        Raise ValueError if it updates none of them; see :func:`check_updates` for a warning.
+        """
         before, self._expert_device = self._expert_device.parameters, ExpertDevice(self.expert)
         if not self._updates_itself():
             check_updates(self.name, self.opt, self._expert_device.parameters, before)

@@ -1,4 +1,4 @@
-"""Prototypes of the tensors in requests: all properties of a tensor except its number of rows and its values."""
+"""Prototypes of the tensors in requests: what a tensor must be like, apart from its number of rows and its values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 DUMMY_BATCH_SIZE = 3
-"""Number of rows of the batch in a trial run of an expert. It is neither 0 nor 1, because these hide mistakes: any
-reduction of no rows is empty, and one row broadcasts against everything."""
+"""Number of rows of the batch in a trial run of an expert. It is neither 0 nor 1, because these hide mistakes: an
+expert that doubles the number of rows would return 0 for 0, and one row broadcasts against everything."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -32,6 +32,7 @@ class BatchTensorProto:
     Raises:
         ValueError: a negative size, or ``requires_grad`` for a dtype that has no gradients.
         TypeError: a size that is not an integer, or an argument that is not a dtype, device or layout.
+        RuntimeError: ``device`` is a string that does not name a device.
 
     Two prototypes are equal if all their arguments are equal; they are hashable, can be pickled, and never change.
 

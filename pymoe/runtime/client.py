@@ -28,14 +28,14 @@ class ExpertClient(nn.Module):
     """Calls the expert of ``backend`` through its pools, as if it were a local module.
 
     ``client(*args, **kwargs)`` takes the arguments of the expert and returns its outputs. The call is a request to the
-    backend's forward pool. In the backward pass, a request to the backward pool returns the gradients of the inputs and
-    updates the expert. So the expert is trained by every model that contains a client of it. The update happens even if
-    no input requires a gradient, but not under ``torch.no_grad()``. ``torch.autograd.grad`` through a client also
-    updates the expert. Second derivatives through a client raise an error. A client has no parameters: the optimizer of
-    the model does not update the expert.
+    backend's forward pool. In the backward pass, a request to the backward pool returns the gradients of the inputs
+    and, if the backend trains, updates the expert. So the expert is trained by every model that contains a client of
+    it. The update happens even if no input requires a gradient, but not if the call was made under
+    ``torch.no_grad()``. ``torch.autograd.grad`` through a client also updates the expert. Second derivatives through a
+    client raise an error. A client has no parameters: the optimizer of the model does not update the expert.
 
     Arguments that are constants in the schema must have the same value in every call. A copy of a client, as made by
-    ``copy.deepcopy`` of a model, sends its requests to the same backend. Outputs are views of the outputs of a whole
+    ``copy.deepcopy`` of a model, sends its requests to the same backend. Outputs may be views of the outputs of a whole
     batch: a view keeps the batch in memory, and saving it saves the batch; use ``clone()`` for outputs that are kept.
 
     Under autocast, floating-point inputs are cast to the dtypes in the schema.
@@ -46,11 +46,13 @@ class ExpertClient(nn.Module):
     ordered with the server's work. Then make the two streams wait for each other before and after the call, and before
     and after its node in the backward pass, which requests the gradients.
 
-    A call and its backward pass raise the errors below.
+    A call and its backward pass raise the errors below. (The constructor raises TypeError if ``backend`` is not a
+    backend.)
 
     Args:
         backend: the backend that receives the requests.
-        timeout: the maximum number of seconds for a request, in either pass; None: no limit.
+        timeout: the maximum number of seconds for a request, in either pass; None: no limit, except the
+            ``request_timeout`` of the pool.
 
     Raises:
         TypeError: the arguments do not have the structure of the schema, or a tensor is missing or has another dtype.
@@ -58,6 +60,7 @@ class ExpertClient(nn.Module):
             differs from the constant in the schema.
         TimeoutError: the request was not done in time. It is cancelled; if it has begun, it runs to its end, and its
             result is dropped.
+        RuntimeError: the pool is closed, because its runtime was shut down.
         Exception: any exception of the expert.
 
     Example:
@@ -95,7 +98,7 @@ class ExpertClient(nn.Module):
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
         """Send the request and return a call, whose ``result()`` or ``await`` waits for the outputs.
 
-        Do not change the tensors before the call has its result.
+        This blocks while the pool is full. Do not change the tensors before the call has its result.
         """
         call = PendingCall(self, self._schema.flatten_arguments(args, kwargs))
         call._future = self._forward_pool.submit_task(*_values(call._inputs), timeout=self.timeout)
@@ -111,9 +114,11 @@ class ExpertClient(nn.Module):
         return await call
 
     def _attach(self, inputs: list[Tensor], outputs: Any, versions: list[int] | None = None) -> Any:
-        """Convert the flat ``outputs`` to the expert's result; in grad mode, make it part of the autograd graph.
+        """Convert the flat ``outputs`` to the expert's result.
 
-        ``versions`` are the version counters of the inputs at the time when they were sent; None: do not check them.
+        In grad mode, the result becomes part of the autograd graph if the backend trains or an input requires a
+        gradient. ``versions`` are the version counters of the inputs at the time when they were sent; None: do not
+        check them.
 
         Raises:
             RuntimeError: an input was changed in place since then, and the result is part of the graph.
@@ -128,7 +133,7 @@ class ExpertClient(nn.Module):
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Request the gradients of the inputs, which also updates the expert; return None for those not ``needed``."""
+        """Request an update of the expert and the gradients of the inputs; return None for those not ``needed``."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -147,7 +152,7 @@ class ExpertClient(nn.Module):
                 self._wait_for_a_runtime(pool, future)
             return future.result(seconds_left(deadline))
         except BaseException as error:
-            future.cancel()  # nobody needs the result any more; this does nothing if the request is done
+            future.cancel()  # nobody needs the result any more; this does nothing if the request runs or is done
             if isinstance(error, TimeoutError):
                 self._explain(error, pool, future)
             raise
@@ -155,7 +160,7 @@ class ExpertClient(nn.Module):
     def _wait_for_a_runtime(self, pool: RequestPool, future: Future) -> None:
         """Wait for a short time, then warn if the request is not done and no runtime serves the pool.
 
-        This never runs a batch on this thread, because the wait has a time limit.
+        This thread runs no batch meanwhile, because it waits with :func:`~pymoe.runtime.future.wait`.
         """
         wait([future], timeout=UNSERVED_WARNING_DELAY_S)
         if not (future.done() or pool.served):
@@ -166,7 +171,7 @@ class ExpertClient(nn.Module):
             )
 
     def _explain(self, error: TimeoutError, pool: RequestPool, future: Future) -> None:
-        """Raise a TimeoutError with more details, unless the expert itself raised ``error``."""
+        """Raise a TimeoutError with more details, unless the request has ended with ``error`` itself."""
         if not future.done() or future.cancelled():
             why = "" if pool.served else f"; {pool.why_unserved}"
             raise TimeoutError(f"{pool.name}: the request is not done within {self.timeout} s{why}") from error
@@ -219,9 +224,12 @@ class PendingCall:
         self._deadline = deadline_after(client.timeout)
 
     def result(self) -> Any:
-        """Wait for the expert's outputs and return them; in grad mode, they are part of the autograd graph.
+        """Wait for the expert's outputs and return them, as a call of the client does, with the same errors.
 
         If the wait ends early, with the client's timeout or Ctrl-C, the request is cancelled.
+
+        Raises:
+            RuntimeError: an input was changed in place meanwhile, and the outputs would be part of an autograd graph.
         """
         outputs = self._client._wait(self._client._forward_pool, self._future, self._deadline)
         return self._client._attach(self._inputs, outputs, self._versions)
@@ -231,7 +239,7 @@ class PendingCall:
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Cancel the request; return False if it has begun."""
+        """Cancel the request, or what is left of it; return False if its only or last batch has begun."""
         return self._future.cancel()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -248,7 +256,7 @@ Gradients = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[bool]]
 
 
 class ServedCall(torch.autograd.Function):
-    """The autograd node of a call. Its forward returns the given ``outputs``, and its backward calls ``gradients``.
+    """The autograd node of a call. Its forward returns aliases of ``outputs``, and its backward calls ``gradients``.
 
     ``anchor`` requires a gradient even if no input does, so that experts in a model's first layer are trained, too.
     """
@@ -274,11 +282,11 @@ class ServedCall(torch.autograd.Function):
 
 
 def detached(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return aliases of ``outputs`` for a node's forward, so that the tensors in the request's result need no graph.
+    """Return aliases of ``outputs`` for a node's forward, so that the tensors in the request's result get no graph.
 
     An output that overlaps with an earlier one becomes a view of the earlier one. If one of the two is changed in place
-    and the other is used afterwards, autograd raises an error instead of computing with old values. An output that
-    cannot be a plain view (because it has another dtype, or is conjugated or negated) is cloned.
+    and the other is used afterwards, autograd raises an error instead of computing with old values. If the two differ
+    in dtype, or only one of them is conjugated or negated, the later one is cloned.
     """
     made: list[Any] = []
     for place, output in enumerate(outputs):
@@ -317,7 +325,7 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
 
 
 def _extent(tensor: Tensor) -> range:
-    """Return the range of bytes in the storage from the tensor's first element to its last."""
+    """Return the range of bytes in the storage from the first element of a tensor that is not empty to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + (last + 1) * tensor.itemsize)

@@ -15,15 +15,18 @@ def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of the inputs for a call of an expert, so that the expert cannot change the caller's inputs.
 
     All inputs are always copied. Whether an expert changes them cannot be found out in advance: it may do so only in
-    some calls, or through ``.data`` or numpy, which do not change the version counter. The copies are not leaves of
-    autograd, because autograd refuses in-place changes of leaves.
+    some calls, or through ``.data`` or numpy, which do not change the version counter. In a backward pass, the copies
+    are not leaves: autograd refuses in-place changes of leaves that require a gradient.
     """
     return [tensor.clone() for tensor in tensors]
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf of autograd with the values of ``tensor``, which requires a gradient if its dtype can have one."""
-    if tensor.is_inference():  # autograd cannot save a tensor that was made in inference mode
+    """Return a leaf of autograd with the values of ``tensor``; the leaf requires a gradient if its dtype can have one.
+
+    The leaf shares the memory of ``tensor``, unless that is an inference tensor.
+    """
+    if tensor.is_inference():  # autograd cannot save inference tensors
         tensor = tensor.clone()
     leaf = tensor.detach()
     return leaf.requires_grad_() if has_gradient(leaf.dtype) else leaf
@@ -93,8 +96,9 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """Run ``torch.autograd.backward`` once with output gradients: the first such call in a process takes 0.3 s longer,
-    for imports.
+    """Run ``torch.autograd.backward`` once with output gradients, unless this process has done so here before.
+
+    The first such call in a process takes 0.3 s or more, for imports.
     """
     global _autograd_is_warm
     if not _autograd_is_warm:

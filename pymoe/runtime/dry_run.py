@@ -1,4 +1,4 @@
-"""A trial call of an expert, which determines the schema of its results and leaves no trace."""
+"""A trial call of an expert, which determines the schema of its results; context managers that restore its state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def infer_outputs_schema(
 ) -> Any:
     """Return the schema of the results of ``expert``, from one call with :data:`DUMMY_BATCH_SIZE` rows of zeros.
 
-    The call leaves no trace: it runs in evaluation mode without gradients. Afterwards training flags and buffers are
-    restored, and the states of random generators: torch's, and those in attributes of the expert and its submodules.
+    The call runs in evaluation mode without gradients. Afterwards training flags and buffers are restored, and the
+    states of random generators: torch's for the CPU and for the expert's GPUs, and those in attributes of the expert
+    and its submodules. Lazy parameters stay initialised, and other attributes that the call changes are not restored.
     If other threads draw random numbers from torch's generators during the call, they may draw the same numbers again
     after it.
 
@@ -91,10 +92,10 @@ def untouched(module: nn.Module) -> Iterator[None]:
 def keep_buffers(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
     """After the block, restore every buffer of ``module`` and its submodules: the tensor object and its values.
 
-    With ``only_after_errors``, restore them only if the block raises an exception.
+    Lazy buffers are left out. With ``only_after_errors``, restore buffers only if the block raises an exception.
     """
-    # Version counters do not show which buffers have changed: batch normalisation changes its buffers without
-    # increasing them. So all buffers are copied.
+    # Version counters do not show which buffers have changed: batch normalisation changes its running mean and variance
+    # without increasing their counters. So all buffers are copied.
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()

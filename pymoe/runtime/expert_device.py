@@ -62,15 +62,16 @@ class ExpertDevice:
     ) -> tuple[Any, ...]:
         """Move the tensors to the expert's device, and call ``function`` with them. A GPU is made the current device.
 
-        Return the function's result, with its tensors moved to the device of ``tensors[0]``.
+        Return the function's result, with its tensors moved to the device of ``tensors[0]``, after all copies have
+        ended. The tensors for an expert without parameters and buffers are not moved.
         """
         home = tensors[0].device
         device = self.device or home
         crossed = {device, home} if device != home else set()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                # Only copies from page-locked memory are asynchronous: from other memory, torch waits for the copy even
-                # with non_blocking.
+                # Only copies from page-locked memory are asynchronous: a copy from other memory returns once that
+                # memory has been read, even with non_blocking.
                 if self._landmark is not None:
                     tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
                 leaves = function(tensors)
@@ -82,7 +83,11 @@ class ExpertDevice:
                         torch.cuda.current_stream(place).synchronize()
 
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether :meth:`run` is unnecessary: no tensor need be moved, and no GPU be made the current device."""
+        """Return whether :meth:`run` is unnecessary: no tensor need be moved, and no GPU be made the current device.
+
+        For an expert without parameters and buffers, True if the tensors are on different devices: the expert gets them
+        as they are.
+        """
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device
         for tensor in tensors:
@@ -92,7 +97,7 @@ class ExpertDevice:
 
 
 def _memory_of(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the first address of the memory of each tensor, and the address after its last byte."""
+    """Return the first address of the storage of each tensor, and the address after the storage's last byte."""
     found = set()
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):  # lazy parameters and some subclasses have no memory

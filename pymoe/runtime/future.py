@@ -25,7 +25,10 @@ __all__ = ["Future", "as_completed", "wait"]
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:
-    """Call ``function(future)`` once the future is done, on the thread that completes it. The call must not block."""
+    """Call ``function(future)`` once the future is done, on the thread that completes it, or at once if it is done.
+
+    The call must not block.
+    """
     getattr(future, "_tell", future.add_done_callback)(function)
 
 
@@ -105,14 +108,15 @@ def wait(futures: Iterable[Any], timeout: float | None = None, return_when: str 
 def as_completed(futures: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
     """Yield the futures in the order in which they end, each once, like ``concurrent.futures.as_completed``.
 
-    The iterator keeps no reference to a future that it has yielded, so that its result can be freed.
+    Futures that are done when the iteration begins come first, in any order. The iterator keeps no reference to a
+    future that it has yielded, so that its result can be freed.
 
     Args:
         futures: futures of requests.
         timeout: seconds from this call within which all must have ended; None: no limit.
 
     Raises:
-        TimeoutError: not all futures were done at the timeout. The iterator raises it.
+        TimeoutError: not all futures were done at the timeout. The iterator raises this, not the call.
     """
     return arrivals(set(futures), deadline_after(timeout))
 

@@ -16,7 +16,7 @@ logger = logging.getLogger("pymoe.runtime")
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """Raised if the gradient of a parameter contains NaN or infinity. The expert was not updated."""
+    """Raised if the gradient of a parameter or the norm of all gradients is not finite. The expert was not updated."""
 
 
 class GradientRule:
@@ -45,7 +45,8 @@ class GradientRule:
     def last_update(self) -> int:
         """Return the number of the update with the gradients of the last batch.
 
-        If these gradients are still being accumulated, this is the next update.
+        While gradients are being accumulated, this is the number of the next update, even if those of the last batch
+        were dropped because they were not finite.
         """
         return self.updates + (1 if self._batches else 0)
 
@@ -62,9 +63,9 @@ class GradientRule:
         clipped, the results are stored in ``.grad``, and True is returned. No gradient is changed in place, because it
         may share memory with a tensor of a client.
 
-        Gradients of a batch that are not finite are not accumulated. If all of them are finite and only the norm of the
-        accumulated ones is not, all accumulated gradients are dropped. In both cases, return False with
-        ``nonfinite_gradients="skip"``.
+        Gradients of a batch that are not finite are not accumulated. If all of them are finite, and only the norm of
+        the accumulated ones is not (it is computed for ``clip_grad_norm``), all accumulated gradients are dropped. In
+        both cases, return False with ``nonfinite_gradients="skip"``. With ``"step"``, nothing is checked.
 
         Raises:
             NonFiniteGradientError: gradients are not finite, and ``nonfinite_gradients`` is ``"raise"``.

@@ -9,11 +9,13 @@ from typing import Any
 
 from pymoe.runtime.timers import call_later
 
-DELAY_S = 0.01  # seconds before a deferred Ctrl-C is raised, so that the batch can return its results first
+DELAY_S = 0.01  # seconds after the block until a deferred Ctrl-C is raised, so that the batch can return its results
 
 
 class uninterrupted:
-    """A context manager that defers Ctrl-C until shortly after its block. It has an effect only on the main thread.
+    """A context manager that defers Ctrl-C until shortly after its block.
+
+    It has an effect only on the main thread, and only if SIGINT has a Python handler, as it does by default.
 
     The main thread may run a batch while it waits for the result of a request. If Ctrl-C interrupts the batch, the
     batch returns to its queue and is run again, because the interrupt is meant only for the waiting client. An update
@@ -45,10 +47,10 @@ class uninterrupted:
 def interrupt_soon() -> None:
     """Send SIGINT (Ctrl-C) to this thread again, :data:`DELAY_S` seconds from now.
 
-    Raised immediately, it would count as an exception of the batch that this thread is running.
+    Raised immediately, it would interrupt the batch that this thread is running, and the batch would be run again.
     """
     thread = threading.get_ident()
     try:
         call_later(DELAY_S, signal.pthread_kill, thread, signal.SIGINT)
-    except RuntimeError:  # no thread of timers can be started
+    except RuntimeError:  # no timer thread can be started: send the signal now
         signal.pthread_kill(thread, signal.SIGINT)

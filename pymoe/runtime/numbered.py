@@ -20,18 +20,20 @@ from pymoe.runtime.task_pool import TaskPool
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
     """Return a second pool for the backward pass of ``backend``, and a set of the IDs of applied requests.
 
-    The pool has the options of ``backend.backward_pool``, and its batches never overlap with those of the forward pool.
-    A request has one more tensor, int64 of shape (rows,): the ID of the request in every row, or zeros for no ID. After
-    every batch that did not raise, the pool adds the IDs of its requests to the set. The caller removes them again.
+    The pool has the ``pool_options`` of ``backend``, and its batches never overlap with those of the backend's pools. A
+    request has one more tensor than in ``backend.backward_pool``, int64 of shape (rows,): the ID of the request in
+    every row, or zeros for no ID. After every batch that did not raise, the pool adds the IDs of its requests to the
+    set. The caller removes them again.
 
     A result is the result of ``backend.backward_pool``, followed by an int64 tensor of shape (rows,): the number of the
     update that includes the gradient of the row, or that will include it once ``accumulate_steps`` batches have been
     accumulated. A state with at least this number of ``updates`` includes the gradient. If a batch makes no update
-    because its gradients are not finite, the number is that of the previous update.
+    because its gradients are not finite, the number is that of the previous update, or of the next one while other
+    batches are accumulated.
 
-    If a subclass of ExpertBackend overrides ``backward`` without counting updates, each batch counts as one update. If
-    the overriding method raises, an update may have been made: the exception is marked so that the batch does not run
-    again, unless ``backend.may_retry`` allows it.
+    If a subclass of ExpertBackend that trains overrides ``backward`` without counting updates, each batch counts as one
+    update. If the overriding method raises, an update may have been made: the exception is marked so that the batch
+    does not run again, unless ``backend.may_retry`` allows it.
     """
     overridden = type(backend).backward is not ExpertBackend.backward
     counts_itself = not overridden or not backend.trains

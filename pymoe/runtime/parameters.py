@@ -20,8 +20,8 @@ from pymoe import _runtime
 def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return the lock that a backend holds while it reads or changes these parameters.
 
-    Every parameter has exactly one re-entrant lock, which was made for the first backend with this parameter. So
-    backends that share a parameter exclude each other. If the parameters of a backend have several locks, the returned
+    Every parameter has exactly one re-entrant lock, which parameters of the same backend may share. So backends that
+    share a parameter exclude each other. If the parameters of a backend have several locks, the returned
     lock takes all of them, always in the same order, so that two backends never wait for each other. While a pass waits
     for another expert, that expert may use the locks of the pass as if it ran on the same thread.
     """
@@ -62,7 +62,7 @@ def optimized(opt: Any) -> list[nn.Parameter]:
 
 
 def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
-    """Raise TypeError unless ``opt`` and ``scheduler`` are each None or have a ``step()``.
+    """Raise TypeError unless ``opt`` and ``scheduler`` are each None or an object with a ``step()``.
 
     With ``alone``, ``step()`` must also need no arguments.
     """

@@ -35,7 +35,7 @@ class RequestPool(Protocol):
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 
     def _try_submit(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request and return its future; return None if the queue is full."""
+        """Queue a request and return its future; return None if the queue is full and a pool would wait for room."""
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
         """Wait until the queue has room, without blocking the event loop; queue a request and return its future."""

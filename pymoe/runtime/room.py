@@ -16,7 +16,7 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 class Place(concurrent.futures.Future):
     """The place of a request in the line for a full pool; a future whose result is the future of the request.
 
-    It is done as soon as the request has been submitted.
+    It is done as soon as the request has been submitted, submitting it has failed, or it has left the line.
     """
 
     def __init__(self, line: RoomLine, timeout: float | None) -> None:
@@ -26,7 +26,8 @@ class Place(concurrent.futures.Future):
     def leave(self) -> bool:
         """Leave the line, so that the request is never submitted.
 
-        Return False if the request has left the line already: it was submitted, or submitting it failed.
+        Return False if the request has left the line already: it was submitted, submitting it failed, or this was
+        called before.
         """
         left = self._line._leave(self)
         if left:
@@ -35,13 +36,19 @@ class Place(concurrent.futures.Future):
         return left
 
     def cancel(self) -> bool:
-        """Leave the line; cancel the request if it has been submitted. Return whether it was still in the line."""
+        """Leave the line, or cancel the request if it has been submitted.
+
+        Return False if the request was submitted, or submitting it failed; True otherwise.
+        """
         if not self.leave():
             self.add_done_callback(_cancel_request)
         return self.cancelled()
 
     def wait(self, seconds: float) -> Any:
-        """Block until the request is submitted, and return its future; return None after ``seconds`` without room."""
+        """Block until the request is submitted, and return its future.
+
+        After ``seconds`` without room, leave the line and return None. An exception of submitting is raised.
+        """
         try:
             concurrent.futures.wait([self], seconds)
             return None if self.leave() else self.result()
@@ -56,6 +63,7 @@ class Place(concurrent.futures.Future):
 
         Raises:
             TimeoutError: there was no room within the timeout. The request has left the line.
+            Exception: any exception of submitting.
         """
         return outcome(self, self._timeout)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Threads that run the batches of pools, always the batch with the oldest request first.
+    """Threads that run the batches of pools, the batch with the oldest request first (a priority adds to its age).
 
     Pools accept requests even before a runtime serves them. After :meth:`shutdown` they refuse requests until a runtime
     with them starts. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). If a
@@ -50,9 +50,10 @@ class Runtime:
         ready: an event that is set while the runtime runs.
 
     Raises:
-        ValueError: there is no pool, ``num_workers`` is less than 1, or ``stats_interval`` is not a positive number.
-        TypeError: something is neither a pool nor a backend with pools, ``device`` is given, or ``num_workers`` is not
-            an integer.
+        ValueError: there is no backend or pool, ``num_workers`` is less than 1, or ``stats_interval`` is not positive.
+        TypeError: something is neither a pool nor a backend with pools, both ``backends_or_pools`` and
+            ``expert_backends`` or neither are given, ``device`` is given, ``num_workers`` is not an integer, or
+            ``stats_interval`` is not a number.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x.square(), name="square")
@@ -157,7 +158,7 @@ class Runtime:
                 several batches end after the current batch.
 
         Raises:
-            RuntimeError: this was called from a batch of this runtime, or in a forked child.
+            RuntimeError: this was called from a batch or a worker of this runtime, or in a forked child.
         """
         self._executor.shutdown(drain)
         self._observers.stop()
@@ -183,7 +184,7 @@ class Runtime:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
             self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # Mutually exclusive pools share workers: a pool that excludes a served pool is served already.
+            # Mutually exclusive pools share one strand: a pool that excludes a served pool is served already.
             here = self.pools
             _warn_of_equal_names(new, self.pools, stacklevel=3)
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])

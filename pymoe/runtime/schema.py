@@ -40,8 +40,8 @@ def tensor_protos(schema: Any) -> tuple[BatchTensorProto, ...]:
 class RequestSchema:
     """Converts arguments and outputs of the expert ``name`` between their structures and flat tensors.
 
-    The leaves of the schemas are prototypes or constants. If all arguments are tensors and the output is one tensor,
-    the methods take a faster path, because the general one takes longer than many experts need for a row.
+    The leaves of the schemas are prototypes or constants. For arguments that are all tensors, and for an output that is
+    one tensor, there are faster paths, because the general ones take longer than many experts need for a row.
 
     Attributes:
         inputs: the prototypes of the flat inputs, without a device: the client chooses the device of a tensor.

@@ -71,12 +71,12 @@ class TaskPool(_runtime.TaskPool):
         process_func: called with one tensor for each tensor of a request. Dimension 0 contains the rows of all requests
             of the batch; the function may change these tensors. It returns a tensor, or a tuple, list, dict or nested
             structure of tensors, with the same number of rows. A request's result has the same structure. Its tensors
-            are views of copies of the returned tensors, so that clients may change their results even if the function
-            keeps what it has returned. (Tensors that share memory with each other are not copied.) A view keeps the
-            rows of the whole batch in memory, and saving it saves them all; use ``clone()`` for results that are kept.
-            Leaves that are not tensors are returned to every request unchanged. The function runs with gradients
-            enabled, on a worker of the runtime or on a thread that waits for a result. If it raises, every request of
-            the batch raises the same exception.
+            are copies of the returned tensors or views of such copies, so that clients may change their results even if
+            the function keeps what it has returned. (Tensors that share memory with each other are not copied.) A view
+            keeps the rows of the whole batch in memory, and saving it saves them all; use ``clone()`` for results that
+            are kept. Leaves that are not tensors are returned to every request unchanged. The function runs with
+            gradients enabled, on a worker of the runtime or on a thread that waits for a result or for room in the
+            queue. If it raises, every request of the batch raises the same exception (but see ``isolate``).
         name: shown in statistics, errors and profiles (``pymoe::NAME batch``).
         min_batch_size: the number of rows to wait for, as long as ``timeout`` allows.
         max_batch_size: the maximum number of rows of a batch. A request with more rows is split over several batches,
@@ -89,7 +89,8 @@ class TaskPool(_runtime.TaskPool):
         isolate: if a batch raises, run it again in halves, so that only a bad request fails. Use this only for
             functions that change nothing if they raise. A batch whose exception has the attribute
             ``pymoe_may_retry = False`` is not run again.
-        on_full: ``"wait"`` blocks until there is room, ``"raise"`` raises :class:`QueueFull`.
+        on_full: ``"wait"`` blocks until there is room (at most until the request's timeout), ``"raise"`` raises
+            :class:`QueueFull`.
         schema: the prototypes of the tensors of every request, one per position.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
         exclusive_with: a pool whose batches never overlap with those of this pool.
@@ -98,8 +99,8 @@ class TaskPool(_runtime.TaskPool):
     Raises:
         ValueError: a size, a time or ``on_full`` is invalid.
         OverflowError: a size is above 2**31 - 1.
-        TypeError: ``process_func`` cannot be called, ``name`` is not a string, an option does not exist, or a size or
-            time is not a number.
+        TypeError: ``process_func`` cannot be called, ``name`` is not a string, an option does not exist, a size is not
+            an integer or a time is not a number.
 
     Example:
         >>> pool = pymoe.TaskPool(lambda x: x + 1, name="increment", max_batch_size=64)
@@ -184,7 +185,7 @@ class TaskPool(_runtime.TaskPool):
 
         Args:
             tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
-            timeout: seconds within which the request must have started.
+            timeout: seconds within which the request must have started; None: the pool's ``request_timeout``.
             priority: head start in seconds, in addition to the pool's.
         """
         return self.submit_task(*tensors, timeout=timeout, priority=priority).result()
@@ -197,8 +198,8 @@ class TaskPool(_runtime.TaskPool):
 
         Args:
             tensors: one for each argument of ``process_func``; the same number of rows in each, in the first dimension.
-            timeout: seconds within which there must be room in the queue and the request must have started; None: no
-                limit.
+            timeout: seconds within which there must be room in the queue and the request must have started; None: the
+                pool's ``request_timeout``, counted from when there is room.
             priority: head start in seconds, in addition to the pool's.
         """
         return await (await self._queue(tensors, timeout, priority))

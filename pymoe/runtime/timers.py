@@ -1,9 +1,9 @@
 """Timers, which call a function at a given time: for deadlines, pauses between attempts and deferred interrupts.
 
-One daemon thread of the process waits until the first timer is due. Before it calls the timer's function, it wakes or
-starts another thread, which then waits for the next timer. So a function may block, or wait for another timer, without
-delaying any timer. A waiting thread that has called no function for a minute ends, unless timers are set and no other
-thread waits for them.
+One daemon thread of the process waits until the first timer is due. If other timers are set, it wakes or starts another
+thread, which then waits for the next timer, before it calls the timer's function. So a function may block, or wait for
+another timer, without delaying any timer. A waiting thread that has called no function for a minute ends, unless timers
+are set and no other thread waits for them.
 
 Most timers are reset or cancelled long before they are due, and this costs little: ``cancel`` never wakes the waiting
 thread, and ``reset`` wakes it only if the new time is before the thread's next wake-up. The thread may then wake up for
@@ -42,7 +42,7 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 class TimerHandle:
-    """Calls a function at a given time, on a thread of timers. Thread-safe.
+    """Calls a function at a given time, on a timer thread. Thread-safe.
 
     :meth:`reset` sets the time, at which the function is called once. Until the call begins, another :meth:`reset`
     replaces the time, and :meth:`cancel` removes it. A timer may be reset while its function runs; if it is due before
@@ -103,7 +103,7 @@ def call_later(seconds: float, function: Callable[..., Any], *arguments: Any) ->
 
 
 def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function(*arguments)`` at once on a thread of timers; if none can be started, call it in this thread."""
+    """Call ``function(*arguments)`` at once on a timer thread; if none waits or can be started, call it here."""
     try:
         call_later(0.0, function, *arguments)
     except RuntimeError:

@@ -109,7 +109,7 @@ def from_dict(kind: Any, found: dict[str, Any]) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with ``?`` for control characters, which a terminal would interpret."""
+    """Return ``text`` with ``?`` for unprintable characters: a terminal would interpret control characters."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -168,7 +168,7 @@ class Watching(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if there is nothing to show."""
+    """Run the command; return the exit status of :func:`show`."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = CommandLine(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
@@ -195,7 +195,7 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
     Args:
         watched: the source of the reports. It is closed at the end.
         options: the parsed options of :func:`add_options`.
-        must_be_there: whether to fail if there is nothing to show at first, instead of waiting.
+        must_be_there: whether to fail if there is nothing to show at first, instead of waiting; ``--once`` always does.
     """
     try:
         if not watched.read() and (options.once or must_be_there):
@@ -220,7 +220,7 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
 
 @contextmanager
 def live(runtime: Any, *, interval: float = 0.5, file: IO[str] | None = None) -> Iterator[None]:
-    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs.
+    """Draw the pools of ``runtime`` every ``interval`` seconds while the block runs, and once at its end.
 
     Args:
         runtime: a Runtime, or another object with an attribute ``pools``.
@@ -309,7 +309,7 @@ def coloured(reports: Sequence[Report], width: int) -> Any:
 
 
 def fitting(pools: Sequence[PoolStats], width: int) -> list[Column]:
-    """Return the columns to show: the least important ones are dropped until the others fit into ``width``."""
+    """Return the columns to show: those in ``LEAST_NEEDED`` are dropped in turn until the others fit into ``width``."""
     widths = {one: max(map(len, (one.heading, *map(one.cell, pools)))) + 2 for one in COLUMNS}
     for name in LEAST_NEEDED:
         if sum(widths.values()) <= width + 2:

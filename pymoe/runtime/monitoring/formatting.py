@@ -11,7 +11,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """Format a time with up to three significant digits and a unit."""
+    """Format a time with up to three significant digits and a unit; zero has no unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,12 +1,12 @@
 """The socket from which ``python -m pymoe.runtime.top`` in another terminal reads the pools of this process.
 
 ``Runtime(..., monitor=True)``, or the environment variable ``PYMOE_MONITOR=1``, opens a Unix socket ``PID-N.sock`` in a
-folder that only this user may enter: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
+folder that only this user may write to: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-UID`` in the folder for temporary files.
 ``monitor=FOLDER``, or ``PYMOE_MONITOR=FOLDER``, uses another folder. Nothing listens on a network. Only this user (and
 root) may connect: the socket has mode 0600, and the connecting user is checked where the system reports it.
 
-The protocol: for each line that it receives, whatever the line contains, the server sends one line of JSON. It contains
-the statistics since the previous line on the same connection.
+The protocol: when it receives a line, whatever the line contains, the server sends one line of JSON (also for several
+lines that arrive together). It contains the statistics since the previous line of JSON on the same connection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMAT = 1
 """Version of the JSON; a reader refuses other versions."""
 MOST_VIEWERS = 16
 VIEWER_TIMEOUT_S = 1.0
-"""A viewer that does not read for this many seconds is disconnected."""
+"""A viewer that does not take a report within this many seconds is disconnected; other viewers wait meanwhile."""
 ACCEPT_RETRY_S = 0.2
 """Seconds until the next accept after the system refused one, for example for lack of file descriptors."""
 SUFFIX = ".sock"
@@ -56,7 +56,8 @@ def make_private(folder: Path) -> None:
     """Make the folder if it does not exist.
 
     Raises:
-        PermissionError: another user owns the folder or may write to it, or it is a symbolic link.
+        PermissionError: another user owns the folder, its group or others may write to it, or it is a symbolic link.
+        OSError: the folder cannot be made, for example because a file has its name.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -159,7 +160,7 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Receive from the viewer, and send a report if a line has arrived; return False if the viewer has gone."""
+    """Receive from the viewer, and send a report if a line has ended; return False if it is gone or does not read."""
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
