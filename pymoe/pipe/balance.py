@@ -124,7 +124,7 @@ def _check(partitions: int, module: nn.Sequential) -> None:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The times of one layer in seconds: medians over several passes."""
+    """The times of one layer in seconds: medians over ``passes`` passes."""
 
     name: str
     forward: float
@@ -132,7 +132,7 @@ class LayerTime:
     backward: float
     """Seconds of one pass; 0 where nothing requires gradients."""
     forward_spread: float
-    """Interquartile range of ``forward``, in seconds."""
+    """Interquartile range of the forward times, in seconds; 0 after a single pass."""
     backward_spread: float
     passes: int
 
@@ -244,7 +244,7 @@ class _Storages:
         self._seen: dict[int, Any] = {}  # kept alive, so that no other storage gets the same address
 
     def add(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Count the storages of the tensors. Return the number of bytes that had not been counted before."""
+        """Count the storages of strided and COO tensors. Return the number of bytes that were not counted before."""
         before = self.bytes
         for tensor in tensors:
             for part in _dense(tensor):

@@ -45,7 +45,8 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
 
     Raises:
         ValueError: only some stages are asked for, and a module that contains several stages saves something other
-            than its parameters and buffers.
+            than its parameters, buffers and extra state.
+        IndexError: there is no stage with one of the indices.
     """
     owned, state = _Owned(pipe, stages), pipe.state_dict(keep_vars=True)
     return {
@@ -73,7 +74,8 @@ class _Owned:
     def has(self, name: str, value: Any = None) -> bool:
         """Return True if the entry ``name`` of the ``state_dict`` belongs to these stages, or to no stage.
 
-        ``value``: the entry; None if the caller does not have it.
+        ``value``: the entry; None if the caller does not have it. Raise ValueError if a module of several stages has
+        made the entry, and only some stages are asked for.
         """
         if id(value) in self._known:
             about = {id(value)}
@@ -117,6 +119,9 @@ def save(
         stages: the stages that this process runs; None: all.
         optimizer: the optimizer of the parameters of these stages; None: none is saved.
         group: the processes that run the pipe; None: the default group, or this process alone without one.
+
+    Raises:
+        ValueError, IndexError: see :func:`stage_state_dict`.
     """
     from torch.distributed.checkpoint import state_dict_saver
 
@@ -146,6 +151,7 @@ def load(
         torch.distributed.checkpoint.CheckpointException: files or keys are missing, there are keys that the model does
             not have, or sizes differ.
         RuntimeError: modules of these stages miss keys, or do not load some of the keys that they save.
+        ValueError, IndexError: see :func:`stage_state_dict`.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -211,6 +217,7 @@ def save_safetensors(
     Raises:
         ImportError: the package safetensors is not installed.
         TypeError: something in the state is not a tensor.
+        ValueError, IndexError: see :func:`stage_state_dict`.
     """
     safetensors = _safetensors()
     tensors: dict[str, torch.Tensor] = {}

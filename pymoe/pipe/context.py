@@ -31,7 +31,8 @@ class MicroBatch:
     """The number of micro-batches of this mini-batch."""
     weight: float
     """This micro-batch's share of the rows of the mini-batch. A mean over all rows is the sum of the
-    micro-batches' means, each times its weight.
+    micro-batches' means, each times its weight. In a pipe on several processes, which know the number of rows only at
+    the end of a step, it is 1.
     """
     checkpointing: bool = False
     """True if the autograd graph of this forward is not kept, because the forward is to be recomputed. (It is not
@@ -146,7 +147,7 @@ def is_weighted(layer: nn.Module) -> bool:
 
 
 def keeps_counts(layer: nn.Module) -> bool:
-    """Return whether a forward of the layer has effects besides its output: counts, statistics, an injected loss."""
+    """Return whether the layer is one of those of pymoe that count, keep statistics or inject a loss in a forward."""
     return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 

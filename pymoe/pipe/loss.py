@@ -47,8 +47,8 @@ class Objective(NamedTuple):
 def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
     """Return the pipeline with one more stage, which computes the loss.
 
-    ``uncounted``: the indices of micro-batches whose loss is 0 without a call of the loss function. ``is_read``: the
-    stage also reads facts from the loss's graph, and returns them as a :class:`LossReading`.
+    ``uncounted``: the indices of micro-batches whose loss is 0 without a call of the loss function (ignored if there is
+    none). ``is_read``: the stage also reads facts from the loss's graph, and returns them as a :class:`LossReading`.
     """
     loss_fn, has_target, unflatten, own = objective
     reading: tuple[Source, ...] = ()
@@ -169,7 +169,9 @@ class LossWeights(NamedTuple):
 
 
 def check_readings(readings: Sequence[LossReading | None], micro_batches: MicroBatches, words: Words) -> None:
-    """Raise ValueError if losses are assumed to be means over rows and their graphs show that they are not."""
+    """Raise ValueError if losses are assumed to be means over rows and their graphs show that they are not, or if their
+    graphs cannot be read and micro-batches have different shares of padding.
+    """
     read = [(reading, rows) for reading, rows in zip(readings, micro_batches.rows, strict=True) if reading is not None]
     known = [reading for reading, _ in read]
     check_mean_over_rows(known, [rows for _, rows in read], words)
@@ -256,7 +258,9 @@ def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
 
 
 def _function(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Unwrap ``functools.partial``. Return the function or module inside, and the keyword arguments it is given."""
+    """Unwrap a ``functools.partial`` without positional arguments. Return the function or module inside, and the
+    keyword arguments that the partial gives it.
+    """
     given: dict[str, Any] = {}
     while isinstance(loss_fn, partial) and not loss_fn.args:
         given = {**loss_fn.keywords, **given}
@@ -284,9 +288,11 @@ def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any
 
 
 def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any:
-    """Return the sum of the weights of the targets that are not ``ignore_index``."""
+    """Return the sum of the weights of the targets that are not ``ignore_index``; the number of rows if the targets are
+    not integers or have no data.
+    """
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or has_no_value(target):
-        return len(target)  # targets are probabilities, which are never ignored
+        return len(target)  # for example, targets are probabilities, which are never ignored
     kept = target != ignore_index
     if weight is None:
         return kept.sum()

@@ -93,7 +93,9 @@ class LossReading:
     shapes: frozenset[tuple[int, ...]] = frozenset()
     """Shapes of the model's outputs."""
     is_opaque: bool = False
-    """True if the graph has nodes that can hide any computation, such as those of Python and of compiled code."""
+    """True if the graph has nodes that can hide a divisor, such as those of Python, of compiled code and of nonlinear
+    operators, or more nodes than are read.
+    """
     is_weighted: bool = False
     """True if the graph has a fused cross entropy, which may divide by class weights that cannot be read."""
 
@@ -227,7 +229,7 @@ def _is_scalar(node: Node) -> bool:
     metadata = node._input_metadata  # type: ignore[attr-defined]
     try:
         return len(metadata) == 1 and not metadata[0].shape
-    except RuntimeError:  # nested tensors have no shape
+    except RuntimeError:  # nested tensors of the strided layout have no shape
         return False
 
 
@@ -313,7 +315,9 @@ def check_mean_over_rows(readings: Sequence[LossReading], rows: Sequence[int], w
 
 
 def _has_rows(shape: tuple[int, ...], count: int) -> bool:
-    """Return whether dimension 0 can be the rows: its size is ``count`` or, if no other size is, a multiple of it."""
+    """Return whether dimension 0 can be the rows: its size is ``count`` or, if no other size is ``count`` and ``count``
+    is above 1, a multiple of ``count``.
+    """
     return shape[:1] == (count,) or (count > 1 and bool(shape) and shape[0] % count == 0 and count not in shape[1:])
 
 

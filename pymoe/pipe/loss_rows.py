@@ -33,7 +33,7 @@ LINEAR = {
     *("Mul", "Div", "Neg", "Sum", "Mean", "Nansum", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Alias"),
     *("Expand", "Squeeze", "Unsqueeze", "NanToNum"),
 }
-"""Operators whose result is linear in each operand."""
+"""Operators whose result is linear in each operand (``Div``: in the numerator; ``NanToNum``: for finite values)."""
 _SUMS = {"Sum", "Mean", "Nansum"}
 _VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
 _MOVES = {
@@ -118,7 +118,7 @@ def follow(root: Node, ends: Collection[Node | None], most: int) -> Rows | None:
         else:
             try:
                 rows.labels[node] = _label(node, rows)
-            except RuntimeError:  # nested tensors have no shape
+            except RuntimeError:  # nested tensors of the strided layout have no shape
                 rows.labels[node] = UNKNOWN
                 rows.used.update(_sources(node))
             todo.pop()
@@ -207,7 +207,7 @@ def _places(node: Node, kind: str | None, given: _Operand) -> Sequence[int] | No
     if kind not in ("Select", "Slice", "Unbind") or _saved(node, "dim") % len(given.shape) != given.front:
         return None
     count = given.shape[given.front]
-    if kind == "Unbind":  # each result of Unbind is one row; the node that uses it has the row's position
+    if kind == "Unbind":  # each result is one row; _note_uses() records its position when a node uses it
         return ()
     if kind == "Select":
         return (_saved(node, "index") % count,)

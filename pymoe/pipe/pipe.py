@@ -76,8 +76,8 @@ class Pipe(nn.Module):
             is recomputed. The first run also builds an autograd graph, so that modules can compute gradients inside it;
             the graph is released when the run ends, unless the forward has changed something that cannot be restored
             for a second run.
-        deferred_batch_norm: whether to replace the model's batch norms by ones whose running statistics follow
-            mini-batches.
+        deferred_batch_norm: whether to convert the model's batch norms, in place, so that their running statistics
+            follow mini-batches (:func:`pymoe.pipe.convert_deferred_batch_norm`).
         balance: the number of layers of every stage; see :mod:`pymoe.pipe.balance`. None: every layer is a stage.
         devices: a device for every stage, to which its layers are moved. None: they stay where they are. Inputs in
             page-locked memory must not change before their GPU has read them, as with ``Tensor.to(non_blocking=True)``.
@@ -95,7 +95,7 @@ class Pipe(nn.Module):
         TypeError: the model is not an ``nn.Sequential``; skips do not match; an argument is of the wrong kind.
         ValueError: an argument does not fit the model.
         RuntimeError: raised by calls and steps: another pipe ran at the same time, and one of the two wrote to state
-            that they share.
+            that they share; or a forward wrote to state that several stages share, and the stages did not run in order.
 
     Warns:
         UserWarning: a stage's forward changes an object that cannot be restored, so the stage keeps its graphs (given
@@ -207,8 +207,9 @@ class Pipe(nn.Module):
             devices: a device for every stage, to which it is moved. None: they stay where they are.
 
         Raises:
-            TypeError: the stages are not modules.
-            ValueError: a stage takes a value that no earlier stage makes, or an argument is out of range.
+            TypeError: the stages are not modules, or there are none.
+            ValueError: a stage takes a value that no earlier stage makes, ``takes`` does not have one entry per stage,
+                or an argument is out of range.
         """
         return cls.of(OwnStages(stages, takes, outputs, devices), chunks, checkpoint)
 
@@ -252,8 +253,8 @@ class Pipe(nn.Module):
             TypeError: the model does not take these arguments, or its ``forward`` has been replaced.
             RuntimeError: layers of the model were appended, inserted or deleted, or replaced in a stage but not in the
                 model.
-            ValueError: tensors have different numbers of rows; outputs of micro-batches cannot be concatenated; the
-                model's own loss is not a mean over rows.
+            ValueError: tensors have different numbers of rows; outputs of micro-batches differ in structure, or are
+                scalar tensors or different values that are not tensors; the model's own loss is not a mean over rows.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
         micro_batches = self.staged.micro_batches(self.chunks, args, kwargs)
@@ -282,8 +283,9 @@ class Pipe(nn.Module):
 
         Micro-batches are weighted by their numbers of rows, so micro-batches of different sizes also give the gradients
         of the whole mini-batch. Gradients accumulate over steps until they are zeroed. Hooks of parameters are called
-        once per step, with the sum. If anything fails, no gradient is added. Under ``torch.no_grad`` only losses are
-        computed. The first step of a pipe warns if no two of its stages can run at the same time.
+        once per step, with the sum. If a forward, the loss or a backward fails, no gradient is added. Under
+        ``torch.no_grad`` only losses are computed. The first step of a pipe warns if no two of its stages can run at
+        the same time, and if the model itself has hooks, which a step does not call.
 
         Args:
             inputs: the model's arguments; tensors have the rows of the mini-batch in dimension 0.
@@ -299,21 +301,21 @@ class Pipe(nn.Module):
                 target: it returns the number (or tensor with one element) by which ``loss_fn`` divides its sum, for
                 example the number of tokens that are not padding (``lambda target: (target != -100).sum()``). Without
                 a target the function gets the model's arguments. A micro-batch for which it returns 0 has no
-                weight: ``loss_fn`` is not called for it, and its loss is 0. For torch's own losses, bare or in a
-                ``functools.partial``, the step takes sums, ``ignore_index`` and class weights into account by itself.
-                The graph of any other loss is checked before gradients are added: each term of a mean over rows must
-                depend on one row only. The page docs/tutorials/pipeline_sequential.md lists what is checked and what
-                is not.
+                weight: ``loss_fn`` is not called for it, and its loss is 0. (If it returns 0 for all micro-batches,
+                their losses are added up.) For torch's own losses, bare or in a ``functools.partial``, the step takes
+                sums, ``ignore_index`` and class weights into account by itself. The graph of any other loss is checked
+                before gradients are added: each term of a mean over rows must depend on one row only. The page
+                docs/tutorials/pipeline_sequential.md lists what is checked and what is not.
             kwargs: the model's keyword arguments.
 
         Returns:
             The losses of the micro-batches, detached, of shape (micro-batches,).
 
         Raises:
-            TypeError: the model does not take these arguments.
-            ValueError: an argument is out of range, tensors have different numbers of rows, or ``reduction`` is "mean"
-                and the check finds losses that are not means over rows.
-            RuntimeError: the loss does not require gradients.
+            TypeError: the model does not take these arguments, or ``reduction`` does not return numbers.
+            ValueError: an argument is out of range, tensors have different numbers of rows, the loss is not a tensor
+                with one element, or ``reduction`` is "mean" and the check finds losses that are not means over rows.
+            RuntimeError: the loss does not require gradients, or the model's layers have changed (see :meth:`forward`).
             NotImplementedError: tensors have tangents of forward-mode differentiation, which a step does not propagate.
             BaseException: the first exception that a stage raised, with a note that names stage and micro-batch.
         """
@@ -373,13 +375,15 @@ class Pipe(nn.Module):
 
     @property
     def last_run(self) -> Record | None:
-        """Return a record of when each action of the last step, forward or backward pass ran; None before the first."""
+        """Return a record of when each action of the last successful step, forward or backward pass ran; None before
+        the first.
+        """
         return self._engine.last_run
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
         """Return the attribute that ``nn.Module`` has under this name: whether the backward hooks are full backward
-        hooks; None without hooks. If the pipe has the model's hooks, it is the model's attribute.
+        hooks; None without backward hooks. If the pipe has the model's hooks, this is the model's attribute.
         """
         return self._owner_of_hooks().__dict__.get("_is_full_backward_hook")
 
@@ -399,7 +403,8 @@ class Pipe(nn.Module):
 
     @also_called(stage_idx="stage", stage_index="stage")
     def get_stage_module(self, stage: int) -> nn.Module:
-        """Return the module of a stage: the part of the model that the stage uses, with the model's names.
+        """Return the module of a stage: the part of the model that the stage uses, with the model's names (in a pipe of
+        :meth:`from_stages`, without the stage's index).
 
         It can be compiled in place: ``get_stage_module(0).compile()``. The module of captured stage n takes the values
         of ``info().stages[n].takes`` as positional arguments and returns a list, even of a single value. It is not an
@@ -533,8 +538,8 @@ def pipeline(
 
     The model is cut where its code calls :func:`pymoe.pipe_split` (or the function of that name in
     ``torch.distributed.pipelining``), and where ``split_spec`` or ``split_policy`` say. Without a boundary there is one
-    stage. Boundaries at the very beginning or end, or next to each other, make no stages. The model is not changed, and
-    shares its parameters and buffers with the pipe.
+    stage. Boundaries at the very beginning or end, or next to each other, make no additional stage. The model shares
+    its parameters and buffers with the pipe; apart from moves to ``devices``, it is not changed.
 
     The model's Python code runs when the model is captured, not when the pipe runs. What the code reads is watched: if
     it has changed, the next call captures the model again. Modules with side effects are called uncut. Code that a
@@ -554,7 +559,8 @@ def pipeline(
         chunks: the number of micro-batches into which a mini-batch is cut, as in :class:`pymoe.Pipe`.
         checkpoint: the micro-batches that are run again for their backward, ``"always"``, ``"except_last"`` or
             ``"never"``, as in :class:`pymoe.Pipe`.
-        devices: a device for every stage. None: stages stay where they are.
+        devices: a device for every stage, to which its parameters and buffers are moved. None: they stay where they
+            are.
         multi_use_param_spec: how stages that use the same parameter get it: a :class:`MultiUseParameterConfig`, or a
             dict of them by the parameter's qualified name. None: it is replicated on one device, and transmitted
             between devices.
@@ -618,8 +624,8 @@ def pipeline(
 
 
 def warn_of_micro_batches(model: nn.Module) -> None:
-    """Give a UserWarning, at the line of the user's code, for the first layer in which the results for a row depend on
-    the other rows of its micro-batch.
+    """Give a UserWarning, at the line of the user's code, for the first batch norm, or ``MoE`` with a capacity, whose
+    results for a row depend on the other rows of its micro-batch.
     """
     for name, layer in model.named_modules():
         # Do not warn of a DeferredBatchNorm, which the user has chosen, nor of a batch norm in evaluation mode that has

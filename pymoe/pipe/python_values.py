@@ -3,7 +3,7 @@ generators of Python and numpy, and modules whose code is assumed not to change.
 
 Two recursive walks over values use this module. ``capture/contents.py`` compares values of any class by contents, at
 any depth, to notice that a captured graph has become invalid. ``execution/held_values.py`` compares identities before
-and after every forward of a stage, in microseconds, and finds what can be restored.
+and after forwards of a stage, in microseconds, and finds what can be restored.
 """
 
 from __future__ import annotations

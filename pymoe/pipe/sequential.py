@@ -53,7 +53,7 @@ class LayersAsStages(StagedModel):
         return self.parts
 
     def _stand(self) -> None:
-        """Make new stages of the present layers. Everything recorded about the earlier stages is dropped with them."""
+        """Make a new pipeline of the present layers, and a new record of their structure."""
         self._made: Pipeline | None = None
         made = self._fill()
         self._structure = Structure(self.module, self.parts, made)
@@ -74,7 +74,9 @@ class LayersAsStages(StagedModel):
 # Stages that the user gives.
 
 Taken = int | Source
-"""An argument of a stage: the number of another stage, for its whole result, or one item of that result."""
+"""An argument of a stage: the number of another stage, for its whole result; or a :class:`.Source`, for one item of
+that result or an input of the pipe.
+"""
 
 
 class OwnStages(LayersAsStages):
@@ -239,8 +241,9 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
     """Cut a model into groups of layers with the sizes in ``balance``; None: one layer each. Layers keep their names.
 
     Raises:
-        TypeError: the model is not an ``nn.Sequential``, or has its own forward; ``balance`` is not a list of integers.
-        ValueError: the sizes do not add up to the number of layers, or one is less than 1.
+        TypeError: the model is not an ``nn.Sequential``, or has its own ``forward`` or ``__call__``; ``balance`` is not
+            a list of integers.
+        ValueError: the model has no layers, the sizes do not add up to their number, or a size is less than 1.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -269,7 +272,7 @@ def cut(module: nn.Sequential, balance: Sequence[int] | None) -> list[nn.Sequent
 
 
 def refuse_own_call(module: nn.Sequential) -> None:
-    """Raise TypeError if a call of the model does more than call its layers: stages only call the layers."""
+    """Raise TypeError if the model has its own ``forward`` or ``__call__``, because stages only call its layers."""
     kind = type(module)
     is_own = kind.forward is not nn.Sequential.forward or kind.__call__ is not nn.Module.__call__
     if is_own or "forward" in module.__dict__:

@@ -104,7 +104,7 @@ _poppers: dict[str, weakref.WeakSet[Any]] = {}  # live modules, by the name of a
 
 
 def _count_pops(key: Key) -> int:
-    """Return how many times a skip is popped in a forward pass."""
+    """Return the number of live modules that pop the skip ``key``."""
     with _lock:
         modules = list(_poppers.get(key[1], ()))
     return sum(module.key_of(key[1]) == key for module in modules)
@@ -282,10 +282,10 @@ class Skippable(nn.Module):
         return self._namespaces.get(name), name
 
     def isolate(self: Module, ns: Namespace, *, only: Iterable[str] | None = None) -> Module:
-        """Put the module's skips, or those named in ``only``, into a namespace. Returns the module.
+        """Put the module's skips, or those named in ``only``, into a namespace. Return the module.
 
         Raises:
-            TypeError: ``ns`` is not a :class:`Namespace`, or ``only`` is a string.
+            TypeError: ``ns`` is not a :class:`Namespace`, or ``only`` is not a list of strings.
             ValueError: ``only`` has a name that the module has not declared.
         """
         assert isinstance(self, Skippable)
@@ -315,9 +315,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
         ValueError: a name is in both lists.
-        RuntimeError: in a forward pass, for a name that was not declared or not stashed before, and for a declared name
-            that was not used or was used twice. The ``yield`` raises, so a forward may catch the error and continue.
-        TypeError: in a forward pass, if something other than ``stash`` and ``pop`` was yielded.
+        RuntimeError: in a forward pass, for a name that was not declared or not stashed before, or was used twice. The
+            ``yield`` raises, so a forward may catch the error and continue. After it, for a declared name not used.
+        TypeError: in a forward pass, at the ``yield``, if something other than ``stash`` and ``pop`` was yielded. In
+            the constructor of a subclass that overrides ``forward`` and is not decorated.
 
     Example:
         >>> from pymoe.pipe.skip import pop, skippable, stash

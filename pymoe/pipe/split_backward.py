@@ -2,8 +2,8 @@
 of weights.
 
 The previous stage waits only for the first part, so a zero-bubble schedule (Qi et al., arXiv 2401.10241) fills the gaps
-of a pipeline with the second part. Together the two parts are one backward pass: they do the same work, and no node
-runs twice.
+of a pipeline with the second part. Together the two parts do the work of one backward pass: some nodes run in both, but
+compute different gradients there.
 
 The **input side** of the graph consists of the nodes from which an input can be reached. Where one of them has an edge
 to a node that does not lead to an input, a **weight side** begins: everything behind that edge serves gradients of
@@ -151,7 +151,7 @@ def cut_graph(
     nodes of ``torch.compile`` (``is_compiled``).
     """
     behind = set(inputs)
-    # For every node except the roots: the nodes with edges to it, and the indices of these edges.
+    # For every node to which edges lead: the nodes where these edges begin, and the indices of the edges.
     parents: dict[Node, list[tuple[Node, int]]] = {}
     leaf_nodes: dict[Node, int] = {}
     seen = set(roots) - behind
@@ -256,7 +256,7 @@ def _saved_tensors(node: Any) -> list[Any]:
 
 
 def free_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of nodes that never run again."""
+    """Free the saved tensors of nodes that never run again, except those that hooks have packed."""
     for node in nodes:
         if isinstance(node, FunctionBase):
             node.maybe_clear_saved_tensors()  # type: ignore[attr-defined]

@@ -420,6 +420,7 @@ def join(values: Sequence[Any]) -> Any:
     Raises:
         ValueError: outputs differ in structure, or contain values that cannot be joined: scalar tensors, and other
             values that differ.
+        RuntimeError: tensors differ in another dimension than 0.
     """
     if len(values) == 1:
         return values[0]
@@ -464,7 +465,7 @@ class StageInfo:
     """Describes one stage."""
 
     modules: tuple[str, ...]
-    """Qualified names of the outermost modules in the stage."""
+    """Qualified names of the outermost modules in the stage, and of parameters outside of these modules."""
     parameters: int
     """The number of elements of the stage's parameters."""
     takes: tuple[Source, ...]

@@ -59,6 +59,9 @@ class _Slot:
 class Arguments:
     """Describes how the arguments of a model's ``forward`` were passed when it was captured. Calls may pass them
     differently: by name or position, in another order, with or without arguments that equal their defaults.
+
+    Raises:
+        CaptureError: a leaf of the arguments is neither a tensor nor of a class in ``CONSTANTS``.
     """
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -235,7 +238,7 @@ class InputChecks:
     code that tested it, if known.
     """
     limits: dict[Any, tuple[int, int | None]]
-    """The smallest and largest value of each symbol."""
+    """The smallest and largest value of each symbol that has limits; None: there is no upper limit."""
     fixed: dict[tuple[int, int], str]
     """The line of code that fixed a size, by (leaf, dimension)."""
 
@@ -424,7 +427,7 @@ def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
     """Return the conditions on sizes under which a graph is valid: pairs of a sympy expression and the line that tested
     it.
 
-    Conditions that operators have tested are left out if they hold for all sizes except 0 and 1.
+    Conditions that operators have tested are left out if they hold for all sizes that are tried (at least 2).
     """
     guards = environment.guards
     if not isinstance(guards, _ShapeGuards):

@@ -64,8 +64,8 @@ def capture(
             code does not fix.
         opaque: types and qualified names of modules that are called as a whole instead of being traced. Opaque modules
             keep their state, hooks and mode; the shapes of their outputs must follow from the shapes of their inputs.
-            (Autograd Functions, modules with hooks, recurrent layers, and layers of :mod:`pymoe.nn` that count or
-            inject losses are opaque, too.)
+            (Autograd Functions, modules with hooks, recurrent layers, deferred batch norms, and layers of
+            :mod:`pymoe.nn` that count or inject losses are opaque, too.)
 
     Raises:
         TypeError, ValueError: ``opaque`` or ``dynamic_shapes`` does not fit the model.
@@ -235,20 +235,23 @@ class Captured:
       these leaves are constants of the capture;
     - ``get_attr`` of parameters and buffers by their qualified names in the model (shared ones under one name), and of
       ``_constant_N`` for other tensors that the model's code uses;
-    - ``call_function``: operators, arithmetic on sizes, blocks that set the grad mode or autocast (a ``Region``), and
-      opaque calls (``OpaqueCall``); the last two return lists;
+    - ``call_function``: operators, markers of stage boundaries, arithmetic on sizes, blocks that set the grad mode or
+      autocast (a ``Region``), and opaque calls (``OpaqueCall``); the last two return lists;
     - one ``output`` with the list of output leaves.
 
     The graph module looks parameters and buffers up in the model's own modules, so it uses those that
     ``load_state_dict(assign=True)`` or ``.to()`` put there later.
 
-    A node's ``meta`` holds ``val`` (a fake tensor or number), ``stack_trace`` and ``nn_module_stack``.
+    The ``meta`` of a node has ``val``: a fake tensor, a number, or the constant for which a placeholder stands. That of
+    an operator also has ``stack_trace`` and ``nn_module_stack``.
     """
 
     graph: fx.GraphModule
     arguments: Arguments
     input_checks: InputChecks
-    """Checks the leaves of a call: free dimensions may have any size, and dtypes any precision."""
+    """Checks the leaves of a call: free dimensions may have any size that meets the conditions tested by the model's
+    code, and dtypes any precision.
+    """
     out_spec: pytree.TreeSpec
     training: bool
     guards: Callable[[nn.Module], Guards]

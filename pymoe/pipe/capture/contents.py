@@ -1,4 +1,4 @@
-"""Reads the contents of Python values. No other module has code for all kinds of containers and objects."""
+"""Reads the contents of Python values of any class: containers, functions, classes, and objects with attributes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class ExternalValues:
         self.caches: dict[int, Any] = {}
         """The user's functions with ``functools.lru_cache`` that the model's code may call, by id."""
         self.files: set[str] = set()
-        """Files of the model's classes."""
+        """The files with the ``forward`` of the model's classes, except for those of torch and pymoe."""
         self.own = frozenset(map(id, model.modules()))
         """The ids of the model's modules, whose attributes are not external values."""
         self._reads_all = read is None
@@ -121,7 +121,8 @@ class ExternalValues:
         self._methods: dict[str, list[Any]] = {}  # by name: methods that the code has not named so far
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
-            # Classes that TorchScript creates for modules have no file, and are left out here.
+            # Left out: files of libraries, and modules whose forward is not a Python function, such as those of
+            # TorchScript.
             if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
         for _, module in modules:
@@ -163,7 +164,9 @@ class ExternalValues:
                     self._method(vars(base).get(name))
 
     def _data_of_class(self, kind: type) -> None:
-        """Search the attributes of a class, except for methods, if the code names them, as in ``type(self).name``."""
+        """Search the attributes of a class, except for descriptors such as methods, if the code names them, as in
+        ``type(self).name``.
+        """
         for base in kind.__mro__:
             if not _is_pythons(base.__module__):
                 for name, value in vars(base).items():

@@ -62,7 +62,7 @@ class OpaqueCall:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.__name__ = name
         self.function = function
-        """The function that is called, with its arguments and keywords."""
+        """The function that is called; it takes positional and keyword arguments, not leaves."""
         self._constants: list[Any] = []
         self._spec: pytree.TreeSpec | None = None
         self._kept: list[int] = []
@@ -226,7 +226,7 @@ def infer_by_running(
     dimensions, or a multiple or fraction of a free dimension or of such a product.
 
     Raises:
-        CaptureError: a dimension of the results has another form.
+        CaptureError: a dimension of the results has another form, or their number of dimensions depends on the sizes.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     sizes = list({size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}.values())

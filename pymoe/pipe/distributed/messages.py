@@ -9,8 +9,9 @@ Messages from one rank to another arrive in the order in which they were sent, a
 before the one that is waited for. So no rank depends on the order in which another works, or on tags, which NCCL
 does not have.
 
-Sending never blocks: the sender continues, and :meth:`Transport.flush` waits at the end of a step. Memory that was sent
-is released as soon as it has arrived. Over gloo, threads wait for messages in both directions while the rank computes.
+Sending never waits for the receiver: the sender continues, and :meth:`Transport.flush` waits at the end of a step.
+Memory that was sent is released when it has arrived: over gloo at once, because threads wait for messages in both
+directions while the rank computes; over NCCL when the next message is sent, or in :meth:`Transport.flush`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ micro-batch one message there and one back. Inputs of the model count as made by
 the last stage.
 
 If stages on several ranks share a parameter, each rank has a copy, and all copies get the same gradient, the sum over
-stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit, and
-equal to the parameter of a pipe in one process.
+stages. Every rank adds the same parts in the same order, so copies that were equal stay equal to the last bit. A pipe
+in one process gives the same sums up to rounding, because it weights micro-batches before their gradients are added.
 
 All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
 every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
@@ -114,8 +114,8 @@ class RankPlan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return, for every stage of this rank, the values that it sends to each rank. The receiver answers with a
-        message that contains their gradients.
+        """Return, for every stage of this rank, the values that it sends to each rank. In a step with backwards, the
+        receiver answers with a message that contains their gradients.
         """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
@@ -588,7 +588,9 @@ class Rank:
         accumulate(tensors, sums)
 
     def finish(self, step: RankStep) -> None:
-        """End a step: advance the random generator, and wait until all messages have arrived."""
+        """End a step: advance the random generator if a stage is known to have drawn, and wait until all messages that
+        this rank has sent have arrived. Raise RankError if another rank has failed.
+        """
         self.step = None
         if step.random is not None and step.random.has_drawn:
             random_streams.draw(None)  # advances the default generator

@@ -44,7 +44,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
         group: the processes that share the stages; None: the default group.
 
     Raises:
-        ValueError: the stage is out of range, or the device cannot be used.
+        ValueError: the stage is out of range, the device cannot be used, or there is no default group.
     """
     group = dist.distributed_c10d._get_default_group() if group is None else group
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(pipe):

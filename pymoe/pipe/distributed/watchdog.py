@@ -44,7 +44,7 @@ class Position(NamedTuple):
     phase: str
     stage: int
     micro_batch: int
-    """-1 stands for all stages or micro-batches."""
+    """-1 stands for all micro-batches."""
 
     def __str__(self) -> str:
         of = "" if self.micro_batch < 0 else f" of micro-batch {self.micro_batch}"
@@ -57,7 +57,7 @@ class RankError(RuntimeError):
     Attributes:
         rank: the rank of the group that failed. None: unknown.
         stage: the stage that the rank was running; None: no stage, or unknown.
-        micro_batch: the micro-batch that the rank was running; None: no stage, or unknown.
+        micro_batch: the micro-batch that the rank was running; -1: all; None: no stage, or unknown.
         phase: what the rank was doing, such as "forward", "backward" or "loss"; None: unknown.
         error: the error that the rank raised, with its traceback, as text; empty if the rank raised none.
     """
@@ -129,7 +129,9 @@ class Peer:
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """Return the peer's heartbeat: its current or final state if it is on this host, else the latest one read."""
+        """Return the peer's heartbeat. If the peer's page of shared memory is mapped, ``steps`` and ``at`` are read
+        from it now, even after the peer has ended; otherwise this is the heartbeat that was last read from the store.
+        """
         if self._page is not None:
             with contextlib.suppress(Exception):  # fails while the peer writes the record
                 steps, *at = pickle.loads(self._page[:])
@@ -208,13 +210,15 @@ class FailureDetector:
         self._groups.update(groups)
 
     def first(self, key: str, record: object) -> Any:
-        """Write ``record`` under ``key`` unless a rank already has. Return the first record, or None if the store is
-        lost.
+        """Write ``record`` under ``key`` unless a rank already has. Return the first record; ``record`` itself if the
+        store is lost or there are no other ranks.
         """
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
-        """Begin a step unless one is running. The first call starts the thread. Raise RankError if a rank failed."""
+        """Begin a step unless one is running. Raise RankError if a rank failed. The first call starts the thread, and
+        sets ``sys.excepthook`` so that errors that end this process are reported.
+        """
         self._check()
         if self._ranks == 1:
             return
@@ -226,7 +230,7 @@ class FailureDetector:
         self._in_step = True
 
     def at(self, phase: str, stage: int, micro_batch: int) -> None:
-        """Record what this rank is about to do. Raise RankError if another rank has failed."""
+        """Record what this rank is about to do. Raise RankError if a rank has failed."""
         self._show(Position(phase, stage, micro_batch))
         self._check()
 

@@ -102,7 +102,7 @@ class BoundaryTensor:
 class StageValue:
     """A value that crosses a stage boundary: its pytree leaves, with tensors as boundary tensors, and its structure.
 
-    The structure is None if the value is a single leaf.
+    The structure is None if the value is a tensor or of a class in ``_LEAVES``, so that it is a single leaf.
     """
 
     __slots__ = ("leaves", "structure")
@@ -181,7 +181,7 @@ def receive_value(value: StageValue, device: torch.device | None) -> Any:
 class _StageInputs(torch.autograd.Function):
     """Returns an alias of ``anchor``, to keep this node alive, and aliases of ``sources``.
 
-    Backward passes end at the edges of this node, and never run it.
+    Backward passes end at the edges of this node. A pass that goes further runs the node, which raises RuntimeError.
     """
 
     @staticmethod
@@ -352,7 +352,9 @@ def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a tensor: tensors that share memory have the same."""
+    """Return a number that identifies the memory of a tensor: strided tensors that share a storage have the same, and
+    every other tensor has its own.
+    """
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 

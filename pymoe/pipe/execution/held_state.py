@@ -1,7 +1,8 @@
 """Detects which state forwards write, and controls writes to layers shared by stages of a pipe or by several pipes.
 
-State is compared before and after every forward, since any forward may begin to write: Python values by identity;
-tensors by version counter and address, and in host memory also by fingerprints, because many writes bypass the counter.
+State is compared before and after every forward that may be recomputed or that shares state with another stage, since
+any forward may begin to write: Python values by identity; tensors by version counter and address, and in host memory
+also by fingerprints, because many writes bypass the counter.
 Small tensors that are not parameters are always copied. State that cannot be restored is compared, too; a stage whose
 forward changes it keeps its graphs. :mod:`pymoe.pipe.execution.held_values` says what state is found. The page
 docs/concepts/determinism.md lists what is restored, which writes are missed, and what stages and pipes may share.
@@ -32,8 +33,8 @@ _FRESH = 1 << 24
 """Added to a tensor's version while it has earlier contents, so that graphs made meanwhile are invalid afterwards."""
 
 _OF_BATCH_NORMS = "mean", "var"
-"""Ends of the names of buffers that batch norms write without bumping the version counter. Autograd nodes save these
-buffers but do not read them, so a graph stays valid if their contents change.
+"""Ends of the names of buffers that batch norms write, in training, without bumping the version counter. In training,
+autograd nodes save these buffers but do not read them, so a graph stays valid if their contents change.
 """
 
 _NOT_THE_SAME = (
@@ -77,7 +78,7 @@ class Seen(NamedTuple):
     """Keeps the part of the state before a forward that a recomputation of the forward needs."""
 
     state: HeldSnapshot
-    """The state before the forward, without the graphs of tensors that had a history."""
+    """The state before the forward. :meth:`HeldState.after` removes the graphs of tensors that had a history."""
     moment: int
     """The ``moment`` with which :meth:`HeldLayout.fingerprints` was called."""
     fingerprints: Sequence[int]
@@ -112,8 +113,8 @@ class HeldState:
         their size.
         """
         self.fixed: set[str] = set()
-        """Names of state that forwards change and that cannot be restored. If there is any, no forward is
-        recomputed.
+        """Names of state that forwards change, or may change, and that cannot be restored. If there is any, no later
+        forward is recomputed.
         """
         self._moment = moment
 
@@ -140,7 +141,9 @@ class HeldState:
         return state
 
     def before(self) -> Seen | None:
-        """Return the present state, before a forward; None if forwards change state that cannot be restored."""
+        """Return the present state, before a forward; None if forwards change, or may change, state that cannot be
+        restored. Give a UserWarning for the first such state.
+        """
         layout = self.look().layout
         for name in layout.opaque:
             self._keep_graphs(name, "may change")
@@ -460,7 +463,7 @@ class Turns:
         self._may_write = self._may_write_at_first = not all(_only_reads(root) for _, root in roots)
         self._code: Sequence[Any] = ()
         # A forward changes the scale of auxiliary losses temporarily. So no other stage may run meanwhile, even if
-        # the forwards are in order.
+        # the stages need not take turns.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
         self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing

@@ -3,12 +3,12 @@
 The walk follows attributes of modules; items of lists, dictionaries, sets, deques and tuples, including modules;
 functions (closures, defaults and attributes), bound methods and partial functions; objects of other classes with their
 ``__dict__`` and ``__slots__``; and attributes of classes. Numpy arrays count as tensors. The walk reads the state of
-random number generators and the position of most iterators. It notes what cannot be compared at all: generators, and
-iterators without a readable position.
+random number generators and the position of most iterators. It notes what cannot be compared at all: generators,
+iterators without a readable position, and numpy arrays that torch cannot represent.
 
-It does not follow globals, hooks, weak references, caches of ``functools``, or objects whose classes are the standard
-library's or torch's own. In TorchScript modules it follows only tensors. Of a container with more than a thousand items
-it reads only the length.
+It does not follow globals, hooks, weak references, caches of ``functools``, or objects whose classes belong to Python,
+torch, numpy or pymoe. In TorchScript modules it follows only tensors and submodules. Of a container with more than a
+thousand items it reads only the length.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pymoe.pipe.execution.graph import memory_of
 from pymoe.pipe.python_values import foreign_generator, held_by, is_installed, is_numpy_array, value_in_slot
 
 SMALL_BYTES = 1 << 16
-"""Tensors up to this size, except parameters, are copied before every forward that may run again."""
+"""Tensors up to this size that require no gradients are copied before every forward that may run again."""
 MANY = 1000
 """For containers with more items than this, only the number of items is compared."""
 PLAIN = (int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
@@ -72,17 +72,17 @@ class View:
 
 
 class Cell(NamedTuple):
-    """A mutable collection of values: a container, or the attributes of a module, an object or a class."""
+    """A mutable collection of values: a container, a :class:`View`, or the attributes of a module, object or class."""
 
     place: Any
     name: str
     keys: tuple[str, ...] = ()
     """The attributes of a module or class that the walk follows."""
     is_foreign: bool = False
-    """True if the owner is not a module. Such a cell is compared, but never restored."""
+    """True if the cell belongs to an object that is not a module. Such a cell is compared, but never restored."""
 
     def contents(self) -> Any:
-        """Return a copy of the contents."""
+        """Return a copy of the contents; of a container with more than MANY items, only their number."""
         place = self.place
         if len(place) > MANY and not self.keys:
             return len(place)
@@ -231,7 +231,7 @@ class HeldLayout:
             yield from ((item, name if foreign else f"{name}[{number}]", foreign) for number, item in inside)
 
     def _visit_object(self, value: Any, name: str) -> Found:
-        """Yield the attribute values of an object; nothing if the class of the object is an installed package's."""
+        """Yield an object's attribute values and its class; nothing if :func:`is_installed` is true of the class."""
         if not _is_users(type(value)) and type(value) is not SimpleNamespace:
             return
         inside = getattr(value, "__dict__", None)
@@ -262,7 +262,7 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield the values that a function holds; of an installed package's function, only functions and modules."""
+        """Yield the values that a function holds; if :func:`is_installed` is true of it, only functions and modules."""
         held = held_by(value)
         if is_installed(value.__globals__.get("__name__", "")):
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
@@ -325,7 +325,7 @@ class HeldLayout:
         return list(map(len, self._places))
 
     def values(self) -> Iterator[Any]:
-        """Iterate over the values in all cells. Raise KeyError if an attribute is gone."""
+        """Iterate over the values in all cells, except in large containers. Raise KeyError if an attribute is gone."""
         attributes = [getter(place) for getter, place in self._attributes]
         return chain.from_iterable([*attributes, *map(dict.values, self._dicts), *self._others])
 
@@ -432,7 +432,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is copied before every forward. Parameters never are, because there are too many."""
+    """Return whether a plain tensor is copied before every forward. Parameters never are: there are too many."""
     overlaps = any([step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)])
     return not tensor.requires_grad and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not overlaps
 

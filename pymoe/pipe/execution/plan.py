@@ -202,7 +202,8 @@ class PlanRun:
     def run_inline(self, to_the_end: bool) -> bool:
         """Perform actions on this thread, all of them if ``to_the_end``. Return True if the run has ended.
 
-        If ``to_the_end`` is False, stop when several threads would be faster (:func:`calls_threads`).
+        If ``to_the_end`` is False, stop when several threads would be faster (:func:`calls_threads`); begin nothing if
+        earlier runs have shown that they are (:class:`InlinePolicy`).
         """
         plan = self._plan
         if plan.policy.uses_threads and not to_the_end:
@@ -218,7 +219,7 @@ class PlanRun:
         number of times, and Ctrl-C cannot interrupt it, because it runs no Python code.
         """
         self._gates = {action: SimpleQueue() for action in self._plan.awaited}
-        # The iterator is shared: a second call of `stop` continues where the first was interrupted.
+        # All calls of `stop` share the iterator, so a second call has nothing left to do.
         tell = map(SimpleQueue.put, [self._stopped, *self._gates.values()], repeat(None))
         stop: Callable[[], object] = partial(deque, tell, 0)
         self._stop = stop
@@ -326,7 +327,8 @@ def _place(action: Action | None) -> str:
 
 
 class _Inside(threading.local):
-    workers: tuple[Workers, ...] = ()  # the workers for which this thread is performing actions
+    # the Workers of the pipes of which this thread is performing an action, outermost pipe first
+    workers: tuple[Workers, ...] = ()
 
 
 inside = _Inside()
@@ -353,7 +355,7 @@ class Workers:
         call, and keep it during the run.
 
         Raises:
-            RuntimeError: an action of a run has started another run.
+            RuntimeError: an action of a run with these workers has started another run with them.
         """
         if self in inside.workers:
             raise RuntimeError(
@@ -473,8 +475,8 @@ class Engine:
         """Run all forwards. Return every micro-batch's output values; their autograd history runs the pipeline's
         backwards.
 
-        ``own_loss``: the index of the output that is a loss. Raises ValueError if its autograd graph shows that the
-        loss is not a mean over rows.
+        ``own_loss``: the index of the output that is a loss; None: no output is. Raises ValueError if there are several
+        micro-batches and the autograd graph of the loss shows that it is not a mean over rows.
         """
         schedule = self.schedule("gpipe", len(pipeline.stages), len(micro_batches.rows))
         is_read = own_loss is not None and len(micro_batches.rows) > 1
@@ -614,7 +616,7 @@ class Engine:
 
     @property
     def last_run(self) -> Record | None:
-        """Return a record of when each action of the last pass started and ended; None before the first pass."""
+        """Return a record of when each action of the last successful pass started and ended; None before the first."""
         return None if self._last is None else as_run(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:

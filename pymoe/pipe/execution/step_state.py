@@ -53,8 +53,8 @@ class Activation(GradAccumulator):
     it.
 
     Call :meth:`forward` first; then either :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
-    Call all of them within :func:`pymoe.pipe.context.in_pipeline`. Before the backward, later stages add to this
-    object the gradients of the tensors that the stage has sent.
+    Call all of them within :func:`pymoe.pipe.context.in_pipeline` or :meth:`.PlanRun.perform_actions`. Before the
+    backward, later stages add to this object the gradients of the tensors that the stage has sent.
     """
 
     __slots__ = ("_graph", "_micro_batch", "_position", "_random", "_recomputation", "_split", "_stage", "_state")
@@ -87,7 +87,8 @@ class Activation(GradAccumulator):
         """Run the stage's function on ``received``, the values of its inputs. Return the values that the stage sends.
 
         ``graphs``: whether a backward will follow; if not, nothing is kept for it. ``recompute``: if given, keep the
-        inputs instead of the graph, and recompute the forward for the backward; None: keep the graph.
+        inputs instead of the graph, and recompute the forward for the backward, unless nothing requires gradients or
+        the forward has changed something that cannot be restored; None: keep the graph.
         """
         device, about, stream = self._stage.device, self._micro_batch, RandomStream(self._random, self._position)
         if not graphs:
@@ -200,17 +201,17 @@ def recomputed(checkpoint: str, micro_batches: int) -> range:
 _NOTHING = nullcontext()
 BeforeRun = tuple[list[BoundaryTensor], dict[int, torch.Tensor], Seen | None]
 """The input tensors of a forward; copies, by index, of those that earlier forwards have changed in place; the state
-before the forward.
+before the forward, or None if forwards change state that cannot be restored.
 """
 
 
 class StageRecompute:
-    """Finds out what the forwards of one stage change, and recomputes them."""
+    """Finds out what the forwards of one stage change, and makes the :class:`Recomputation` of each."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.turns: Turns | None = None
-        """Orders the forwards of this stage and of those that share state with it; None if it shares none. Set by the
-        engine.
+        """Orders the forwards of this stage and of those that share state with it; None if it shares none. Set by
+        :class:`.Engine` or, on several processes, by :class:`.Rank`.
         """
         self.held = HeldState(("", module) for module in modules)
         self._modules = modules
@@ -285,7 +286,7 @@ def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
 
 
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
-    """Return ``values`` with some boundary tensors replaced. ``others`` maps ids of tensors to their replacements."""
+    """Return ``values`` with some boundary tensors replaced. ``others`` maps the ids of these to their replacements."""
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
 
 
@@ -431,7 +432,7 @@ class StepState(Step):
             recomputed: the indices of the micro-batches whose forwards are recomputed for their backwards.
             loss_weights: the gradient of each micro-batch's loss, which the last stage of ``pipeline`` computes;
                 schedules leave out this stage. None: there is no loss.
-            around: the threads of the pipes that run this pipe inside one of their stages.
+            around: the :class:`.Workers` of the pipes that run this pipe inside one of their stages.
         """
         count = len(micro_batches.values)
         super().__init__(pipeline, pipeline.uses, count, graphs, recompute, recomputed)
@@ -446,7 +447,7 @@ class StepState(Step):
         given = [(number, source) for number in range(pipeline.inputs) if self._uses[source := Source(INPUT, number)]]
         for index, values in enumerate(micro_batches.values):
             self._values[index] = {source: flatten_value(values[number], cross) for number, source in given}
-        self._will_repeat = False  # true if another backward pass will follow
+        self._will_repeat = False  # true if another backward pass may follow
         self._loss_weights = loss_weights
         # The index of the last stage in schedules, which leave out the loss.
         self._last = len(pipeline.stages) - (1 if loss_weights is None else 2)
@@ -481,7 +482,10 @@ class StepState(Step):
             del self._activations[stage, micro_batch]
 
     def _take_loss(self, index: int, loss: BoundaryTensor) -> None:
-        """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient."""
+        """Keep the loss of micro-batch ``index``. Its backward begins with the micro-batch's weight as gradient.
+
+        Raise RuntimeError if a backward is to follow, the weight is not 0, and the loss does not require gradients.
+        """
         tensor = self._losses[index] = loss.tensor
         if not self.graphs:
             return
@@ -515,7 +519,7 @@ class StepState(Step):
         return outputs
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves known so far that will get gradients, each once. Call this after all forwards."""
+        """Return the leaves known so far that may get gradients, each once. Call this after all forwards."""
         activations = [self._activations[place] for place in sorted(self._activations)]
         return list({id(leaf): leaf for activation in activations for leaf in activation.leaves()}.values())
 
@@ -526,7 +530,7 @@ class StepState(Step):
         return all(tensor.is_cpu or tensor.is_meta for tensor in tensors)
 
     def begin_backward(self, keep: bool) -> None:
-        """Begin a backward pass through all stages. ``keep``: there will be another backward pass."""
+        """Begin a backward pass through all stages. ``keep``: there may be another backward pass."""
         self._will_repeat = keep
         self._sums = [LeafSums() for _ in self.pipeline.stages]
         self.inputs.grads = [None] * len(self.inputs.tensors)

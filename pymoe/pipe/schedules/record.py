@@ -262,8 +262,8 @@ def label(record: Record, span: Span) -> str:
 
 
 def text(record: Record, width: int | None = None) -> str:
-    """Return one line for every worker, at most ``width`` characters wide; None: as wide as the labels need, at most
-    160.
+    """Return one line for every worker, at most ``width`` characters wide (or as wide as the workers' names need);
+    None: as wide as the labels need, at most 160.
 
     An action is drawn as its label, padded with dashes. If the label does not fit, only its letter is drawn; actions
     shorter than a character may be invisible. Blanks are bubbles.

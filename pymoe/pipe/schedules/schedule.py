@@ -74,7 +74,8 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """An immutable table of actions. Only :func:`pymoe.pipe.schedules.validate` checks it; the constructor does not.
+    """An immutable table of actions. The constructor does not check it; :func:`pymoe.pipe.schedules.validate`,
+    :func:`~pymoe.pipe.schedules.build`, :func:`~pymoe.pipe.schedules.run` and simulations do.
 
     Stages form a chain: the forward of a stage needs the forward of the stage before, and its backward needs the
     backward of the stage after. Skips add no dependencies, because they only go from earlier stages to later ones.
@@ -162,7 +163,8 @@ def run(
 ) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
     """Validate ``schedule``, and yield (worker, action, dependencies of the action) in an order in which the actions
     can run: each after its dependencies and after earlier actions of its worker. ``others``: further dependencies of
-    some actions.
+    some actions. Raise :class:`ScheduleError` as :func:`validate` does, but for a deadlock only after all actions that
+    can run, and for a live limit after all actions.
 
     A worker that has to wait is visited again only when the action that it waits for has ended, so the time is
     proportional to the number of actions.
@@ -445,10 +447,10 @@ def zero_bubble(stages: int, micro_batches: int, *, live_limit: int | None = Non
     If forward, backward of inputs and backward of weights take the times F, I and W in every stage, and m >= p, the
     step takes m (F + I + W) + (p - 1) max(F, I, F + I - W). The paper's bubble, (p - 1)(F + I - W), leaves out a
     worker's waits before its first action (F) and after its last gradient (I). With equal times all workers end
-    together, and the bubble is a third of 1F1B's. If the update waits for all stages, no schedule is then shorter: the
-    last worker gets its first micro-batch after (p - 1) F, and all its work is still to come. That is why H1 is offered
-    here: ZB-H2 and the paper's automatic schedules gain only where every stage updates its weights independently, and
-    H2 holds 2p - 1 activations.
+    together, and the idle time is a third of 1F1B's. If the update waits for all stages, no schedule is then shorter:
+    the last worker gets its first micro-batch after (p - 1) F, and all its work is still to come. That is why H1 is
+    offered here: ZB-H2 and the paper's automatic schedules gain only where every stage updates its weights
+    independently, and H2 holds 2p - 1 activations.
 
     The first stage does not split its backward, because nothing waits for the gradients of its inputs. ``live_limit``
     further limits the activations that any worker holds, which makes the step longer.

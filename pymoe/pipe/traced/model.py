@@ -317,7 +317,7 @@ class Trace:
         return captured
 
     def why_one_stage(self) -> str | None:
-        """Return the reason why a model has one stage although several were requested; None if one was requested."""
+        """Return the reason why a model has one stage although several were requested; None if they were not."""
         ends = "at the beginning or the end of what the model computes, where they make no stages"
         if self.split_spec:
             return f"all split points of split_spec ({', '.join(self.split_spec)}) are {ends}"
@@ -403,7 +403,8 @@ class StageModule(nn.Module):
     def forward(self, *values: Any, variant: int | None = None) -> Sequence[Any]:
         """Return the stage's outputs, computed by graph number ``variant``.
 
-        ``variant`` None: the latest graph that was captured in the present mode (training or evaluation).
+        ``variant`` None: the latest graph that was captured in the present mode (training or evaluation); if there is
+        none in this mode, the latest of all.
         """
         if variant is None:
             modes = [number for number, training in enumerate(self._modes) if training == self.training]

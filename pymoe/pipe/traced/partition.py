@@ -51,8 +51,8 @@ def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.devic
     """Partition a captured graph at its markers.
 
     A stage gets every value directly from the stage that computes it or, if the value is changed in place, from the
-    last stage that changes it. A stage computes sizes from tensors that it has anyway. ``devices``: for every stage,
-    the device of the tensors that it creates; None, or an empty sequence: the device of the capture.
+    last stage that changes it. Where possible, a stage computes sizes from tensors that it has anyway. ``devices``: for
+    every stage, the device of the tensors that it creates; None, or an empty sequence: the device of the capture.
 
     Raises:
         ValueError: some of the stages that use a buffer change it, but not all of them, and not only the first one.

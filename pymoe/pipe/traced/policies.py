@@ -23,7 +23,7 @@ from pymoe.pipe.traced.split_points import mark
 
 Costs = dict[fx.Node, float]
 TOLERANCE = 1.1
-"""The most expensive stage may cost this many times the least possible, if fewer values then cross the boundaries."""
+"""The most expensive stage may cost this many times the least possible, if fewer values then cross each boundary."""
 
 
 def split_into_equal_parameters(stages: int) -> Policy:
@@ -68,8 +68,8 @@ def split_by_flops(stages: int) -> Policy:
 
 @dataclass(frozen=True)
 class Policy:
-    """Splits a graph into stages so that as few values as possible cross the boundaries, while the most expensive stage
-    costs at most 10 % more than necessary.
+    """Splits a graph into stages so that as few values as possible cross any one boundary, while the most expensive
+    stage costs at most 10 % more than necessary.
 
     Raises:
         ValueError: there are more stages than operators, or fewer than one.
@@ -108,7 +108,7 @@ def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
     """Return, for every node of ``nodes``, the number of tensors made by earlier nodes that this node or a later one
     uses.
 
-    Inputs do not count, because every stage gets them directly.
+    Inputs, parameters and buffers do not count, because stages get them directly.
     """
     aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}

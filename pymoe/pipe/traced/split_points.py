@@ -36,7 +36,7 @@ def pipe_split() -> None:
     """Mark the boundary of two stages in a model's ``forward``: :func:`pymoe.pipeline` splits the model there.
 
     It does nothing when the model is run without a pipeline. A boundary at the very beginning or end, or next to
-    another, makes no stage.
+    another, makes no additional stage.
 
     Example:
         >>> class Model(torch.nn.Module):
@@ -135,7 +135,8 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
     The given model is unchanged, so use the returned one: it has the same parameters, buffers and submodules, except
     for shallow copies of the named modules and of those around them, and the same ``state_dict`` keys.
-    :func:`pymoe.pipeline` warns if it gets the given model although the returned one was dropped.
+    :func:`pymoe.pipeline` warns if it gets the given model, without other split points, although the returned one was
+    dropped.
 
     Args:
         model: any module.
@@ -194,7 +195,7 @@ def _unknown(model: nn.Module, name: str) -> str:
 
 def _shallow(module: nn.Module) -> nn.Module:
     """Return a shallow copy that shares the dictionaries of parameters and buffers, but not that of child modules."""
-    if parametrize.is_parametrized(module):  # copy() would not share the dictionaries
+    if parametrize.is_parametrized(module):  # copy() would raise RuntimeError
         made = object.__new__(type(module))
         made.__dict__.update(module.__dict__)
     else:
