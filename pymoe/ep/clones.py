@@ -2,8 +2,8 @@
 
 Every rank computes the same plan without communication, because the plan is a pure function, in integers, of the counts
 that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
-rank that computes with it, while that rank computes with its own experts; the clone's gradient is sent back once.
-So a clone saves time only from a number of rows on, ``min_rows_to_clone``, which depends on the machine.
+rank that computes with it, while that rank computes with its own experts; the clone's gradient is sent back once. So a
+clone saves time only if enough rows are moved to it: ``min_rows_to_clone`` is the limit.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def plan_clones(
 
     The algorithm is greedy. In each step, the emptiest rank that may take another clone clones an expert of the fullest
     rank: the expert of which most rows can be moved without taking either rank across the mean number of rows. The
-    algorithm stops when fewer than ``min_rows_to_clone`` rows can be moved. So the fullest rank never gets fuller. Ties
-    go to the lower rank and the lower expert.
+    algorithm stops when fewer than ``min_rows_to_clone`` rows can be moved, or no other rank may take a clone. So the
+    fullest rank never gets fuller. Ties go to the lower rank and the lower expert.
 
     Args:
         counts: (R, E) int32 or int64 on the CPU, rows of each source rank for each expert, none negative.
         clones: the maximum number of clones on a rank, at least 0.
-        min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1.
+        min_rows_to_clone: the smallest number of rows that are moved to a clone, at least 1.
         owner: (E,), the rank that holds each expert; None: the shards of :func:`pymoe.ep.placement.contiguous`.
 
     Returns:
@@ -125,6 +125,8 @@ class RowPlanWithClones(RowPlan):
 
     def in_send_order(self, routing: Routing) -> Routing:
         """Return a routing in which the rows for clones come after all other rows, sorted by destination rank.
+
+        ``offsets`` stay as they were. Without clones in this call, return ``routing``.
 
         Of the rows for an expert, the first go to its owner, the others to the ranks with its clones.
 
@@ -219,7 +221,7 @@ class WeightBroadcast:
         rows, weights = _WaitRowsAndWeights.apply(handle, self._handle, exchange, chunk, self._exchange)
         sizes = [shape.numel() for shape in self._shapes if shape is not None]
         parts = iter(weights.split(sizes, dim=1))
-        # Each parameter is copied, because kernels expect the weights of experts to be contiguous in memory.
+        # Copy each parameter, so that it is contiguous like a layer's: strides influence the rounding of products.
         return rows, [None if shape is None else next(parts).reshape(-1, *shape).contiguous() for shape in self._shapes]
 
 

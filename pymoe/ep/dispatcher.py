@@ -90,6 +90,9 @@ class TokenDispatcher:
 
         Returns:
             (S, H), the send buffer.
+
+        Raises:
+            GroupError: ranks disagree, one of them has failed or is late, or a rank would receive too many rows.
         """
         sharding, ops = self.sharding, self.ops
         experts_TK = self.gate.experts
@@ -145,7 +148,10 @@ class TokenDispatcher:
         return torch.full((), number, dtype=torch.int32, device=self.gate.load.device)
 
     def group_load_and_share(self) -> tuple[Tensor, float | Tensor]:
-        """Return the load summed over all ranks, (E,) int64, and R times this rank's fraction of all tokens."""
+        """Return the load summed over all ranks, (E,) int64, and R times this rank's fraction of all tokens.
+
+        The fraction counts as 1 / R if no rank has tokens.
+        """
         group_tokens = sum(self.plan.tokens)
         share = self.sharding.ranks * self.gate.experts.shape[0] / group_tokens if group_tokens else 1.0
         load = torch.tensor(self.plan.loads, dtype=torch.int64).sum(0).to(self.gate.load.device)
@@ -177,6 +183,7 @@ class TokenDispatcher:
 class IndexedRows(NamedTuple):
     """The rows of one chunk as they arrive from all ranks, with the indices of their experts.
 
+    K is the number of choices of a token if a row stands for all of them, and 1 if each choice is a row of its own.
     Only the indices tell the receiving rank which experts compute a row. They number the rank's n experts in the chunk
     from 0; an index of n or more means no expert.
     """
@@ -193,12 +200,16 @@ class IndexedRows(NamedTuple):
 
 
 class IndexedDispatcher(TokenDispatcher):
-    """Sends rows with the indices of their experts and, if ``weights_travel``, with the weights of these experts."""
+    """Sends rows with the indices of their experts and, if ``weights_travel``, with the weights of these experts.
+
+    K is as in :class:`IndexedRows`.
+    """
 
     indices_SK: Tensor
     """(S, K) int32: for every row of the send buffer, the indices of its experts on the destination rank."""
     max_computed: list[int]
-    """(chunks,): for each chunk, an upper bound on the number of rows that this rank's experts compute."""
+    """(chunks,): for each chunk, an upper bound on the number of rows, one per choice, that this rank's experts
+    compute."""
 
     def start(self, rows_SH: Tensor, weights_TK: Tensor) -> tuple[Tensor, ...]:
         """Start sending all chunks; return handles for the rows of each chunk, then for the weights, if any travel."""
@@ -312,8 +323,8 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
 
 class PaddedDispatcher(IndexedDispatcher):
-    """Sends the same number of rows to every rank in every chunk, filled or not, so that no host has to read the
-    counts.
+    """Sends the same number of rows to every rank that has experts in a chunk, filled or not, so that no host has to
+    read the counts.
 
     Rows are filled in the order of tokens. Choices that do not fit are dropped, like choices past an expert's capacity;
     rows that stay empty have an index that means no expert. The shapes of all tensors follow from options and from the
@@ -387,6 +398,8 @@ class PaddedDispatcher(IndexedDispatcher):
     def _assign_rows(self, kept_TK: Tensor | None) -> None:
         """Fill the rows for each destination with the first choices that go there, and set the indices of experts.
 
+        Add the number of choices that did not fit to the record ``overflowed``.
+
         ``kept_TK`` (T, K) bool is False for choices that are past a capacity; None keeps all choices.
         """
         sharding = self.sharding
@@ -413,7 +426,10 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Record the headers of this call if it is the first in which ranks disagree, without a copy to the host."""
+        """Record the headers of this call if it is the first in which ranks disagree since :func:`check_calls`.
+
+        Nothing is copied to the host.
+        """
         headers = self._messages[:, :HEADER]
         differ = (headers[:, : HEADER - 1] != headers[:1, : HEADER - 1]).any()
         noted = self._notes["headers"]
@@ -437,8 +453,8 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
 def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors:
     """Return empty records of a layer on ``device``.
 
-    They are the number of rows that did not fit (``overflowed``), and the ``headers`` of the first call in which ranks
-    disagreed.
+    They are the number of choices that did not fit (``overflowed``), and the ``headers`` of the first call in which
+    ranks disagreed since the last :func:`check_calls`.
     """
     return LocalTensors(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),
@@ -451,10 +467,10 @@ def check_calls(model: nn.Module) -> None:
 
     Such layers do not compare the ranks' calls before rows are sent, because the host would have to wait for the
     device. Instead, each layer records on its device the first call in which ranks disagreed about the layer, its
-    options, dtypes, or the need for gradients. This function reads the records, once for the whole model, and clears
-    them. Call it now and then, at a point where the host waits for the device anyway. It is not collective. If ranks
-    disagree about sizes, they may wait for each other, or get an error of the process group, before they reach this
-    call.
+    options, dtypes, or the need for gradients. This function reads the records, with one wait for the whole model if
+    there are none, and clears them. Call it now and then, at a point where the host waits for the device anyway. It is
+    not collective. If ranks disagree about sizes, they may wait for each other, or get an error of the process group,
+    before they reach this call.
 
     Args:
         model: any module; layers with ``transport="exact"`` have nothing to check.

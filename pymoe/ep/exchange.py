@@ -3,15 +3,16 @@
 A :class:`CountExchange` tells every rank how many rows go where, and compares the calls of the ranks. It is an
 all-gather of int32 values, which the host reads once, except for padded buffers. Messages have the same length for all
 layers of a group, so that ranks can read each other's messages even if they call different layers. If ranks disagree in
-a forward, all of them raise, because the all-to-all would hang or mix up rows. Backward passes exchange no counts: if
-ranks run the backward passes of several calls in different orders, nothing detects it.
+a forward, all of them raise, because the all-to-all would hang or mix up rows (with padded buffers, only
+:func:`~pymoe.ep.check_calls` raises). Backward passes exchange no counts: if ranks run the backward passes of several
+calls in different orders, nothing detects it.
 
-The counts determine a :class:`RowPlan`. An :class:`AllToAll` has two ends. On the rank of the tokens all rows are in
-one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a separate tensor. So a dispatch
-starts all chunks and waits for each separately, and a combine starts each chunk separately and waits for all. The
-gradient of a dispatch is a combine, and vice versa; so exchanges overlap with computation in backward passes, too, and
-can be differentiated again. Handles, tensors without elements, connect the start of an exchange with the wait in the
-autograd graph, since autograd must not read rows that are still in flight.
+Except for padded buffers, the counts determine a :class:`RowPlan`. An :class:`AllToAll` has two ends. On the rank of
+the tokens all rows are in one tensor, sorted by chunk and destination; on the rank of the experts every chunk is a
+separate tensor. So a dispatch starts all chunks and waits for each separately, and a combine starts each chunk
+separately and waits for all. The gradient of a dispatch is a combine, and vice versa; so exchanges overlap with
+computation in backward passes, too, and can be differentiated again. Handles, tensors without elements, connect the
+start of an exchange with the wait in the autograd graph, since autograd must not read rows that are still in flight.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ FAILED = 1
 MAX_OPTIONS = 256
 _HUGE_PAGE = 2 << 20
 
-_titles: dict[int, str] = {}  # number of a layer in messages -> title of the layer
-_options: dict[int, str] = {}  # number of the options of a call in messages -> text of these options
+_titles: dict[int, str] = {}  # identifier of a layer in messages (a checksum of its title) -> that title
+_options: dict[int, str] = {}  # identifier of a call's options in messages (a checksum of their text) -> that text
 
 
 # The state shared by all layers of a group. It is equal on all ranks, since they call shard in the same order.
@@ -62,7 +63,10 @@ _states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
 def next_model_number(group: dist.ProcessGroup) -> int:
-    """Count a new model that is sharded over ``group``; return its number: 1, then 2, ..."""
+    """Count a new model that is sharded over ``group``; return its number: 1, then 2, ...
+
+    This also makes the process wait at exit for the threads of gloo (:func:`wait_for_gloo_at_exit`).
+    """
     wait_for_gloo_at_exit()
     state = _states.setdefault(group, _GroupState())
     state.models += 1
@@ -81,7 +85,7 @@ def register_layer(sharding: ExpertSharding) -> None:
 
 @cache
 def layer_number(title: str) -> int:
-    """Return the number of a layer in messages, a hash of ``title``; store the title for errors."""
+    """Return the identifier of a layer in messages, a checksum of ``title``; store the title for errors."""
     number = zlib.crc32(title.encode()) & 0x7FFFFFFF
     _titles[number] = title
     return number
@@ -196,7 +200,7 @@ class ExchangedCounts(NamedTuple):
 
 
 class CountExchange:
-    """The all-gather of a call's counts, which the constructor starts; every rank of the group must construct one.
+    """The all-gather of a call's counts. The constructor starts it, so every rank of the group must construct one.
 
     Args:
         sharding: the layer's sharding.
@@ -205,6 +209,9 @@ class CountExchange:
             number of rows for each destination.
         tokens: T, the number of tokens.
         error: the error because of which this rank cannot make the call.
+
+    Raises:
+        GroupError: the all-gather cannot start, since a rank has failed.
     """
 
     def __init__(
@@ -232,6 +239,8 @@ class CountExchange:
     def wait(self) -> Tensor:
         """Wait for the messages of all ranks; return them as (R, n) int32, without copying them to the host.
 
+        On a GPU, only the current stream waits.
+
         Raises:
             GroupError: a rank has died, has raised an error or is late.
         """
@@ -257,7 +266,10 @@ class CountExchange:
 
 
 def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
-    """Tell the other ranks that this rank has failed before it could send its counts, so that they raise, too."""
+    """Tell the other ranks that this rank has failed before it could send its counts, so that they raise, too.
+
+    This waits until all ranks have called a layer of the group.
+    """
     with contextlib.suppress(GroupError):  # all ranks raise it; here, `error` is raised anyway
         CountExchange(sharding, None, error=error).read()
     if sharding.transport == "padded":  # the others wait for rows without reading the message
@@ -578,7 +590,8 @@ class _WaitCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        report_failed_backward(ctx.exchange.counts.sharding)  # this node is the first of a layer's backward pass
+        # In a layer's backward pass, this is the first node that exchanges rows.
+        report_failed_backward(ctx.exchange.counts.sharding)
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 
@@ -595,10 +608,11 @@ wait_combine: Callable[..., Tensor] = _WaitCombine.apply
 
 
 def empty_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialised rows (count, width). Large tensors on the CPU are in huge pages (2 MiB), as in operators.
+    """Return uninitialised rows (count, width). On the CPU, ask the system for huge pages (2 MiB) from 4 MiB on.
 
-    With small pages, the first write to new memory causes a page fault per 4 KiB, and the faults take longer than the
-    copy itself. If the system has no huge pages, the request for them has no effect.
+    The operators do the same for their results. With small pages, the first write to new memory causes a page fault per
+    4 KiB, and the faults take longer than the copy itself. If the system has no huge pages, the request for them has no
+    effect.
 
     Args:
         count: the number of rows.

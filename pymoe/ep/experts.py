@@ -37,7 +37,10 @@ all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
-    """Mark ``parameter`` as replaced by ``pymoe.ep.<function>``: optimizers that still contain it raise."""
+    """Mark ``parameter`` as replaced by ``pymoe.ep.<function>``.
+
+    The steps of optimizers that still contain it raise, unless it is frozen or has a gradient.
+    """
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
 
 
@@ -59,6 +62,8 @@ class ExpertShards(nn.Module):
 
     def shard_parameters(self, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
         """Replace every parameter by a DTensor that has only this rank's experts in memory.
+
+        Of a :class:`pymoe.nn.QuantizedLinear`, replace ``packed``.
 
         Args:
             sharding: the layer's sharding.
@@ -112,7 +117,8 @@ class ExpertShards(nn.Module):
             dispatcher: the dispatcher of the call.
             activate: the activation; takes the rows that the first product returns, and returns the operand of the
                 second product, computing each row independently of the others.
-            meanwhile: called after the exchange of the clones' weights has begun, to overlap with it.
+            meanwhile: called before any row is computed, but after the exchange of the clones' weights, if there are
+                clones in this call, has begun. An :class:`IndexedDispatcher`, which has no clones, never calls it.
             adapters: adapters of all E experts, for both products; empty with clones.
 
         Returns:
@@ -171,7 +177,10 @@ class ExpertShards(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
-        """Convert a value for ``parameter``, from a file or another model, to the layout and order of ``parameter``."""
+        """Convert a value for ``parameter``, from a file or another model, to the layout and order of ``parameter``.
+
+        Return a DTensor unchanged if expert e is at position e. For other DTensors, all ranks must call this.
+        """
         order = self.sharding.order
         if isinstance(given, DTensor):
             if order is None:
@@ -313,7 +322,8 @@ class ShardedExperts(ExpertShards, Experts):
 
     Parameters have the same names and shapes as in one process. They are DTensors, cut along the experts
     (``Shard(0)`` on the group's mesh); ``to_local()`` returns this rank's part. After :func:`pymoe.ep.redistribute` the
-    expert at position p is ``sharding.order[p]``; ``state_dict()`` still has expert e at position e.
+    expert at position p is ``sharding.order[p]`` (p if ``sharding.order`` is None); ``state_dict()`` still has expert e
+    at position e.
     """
 
     def forward(  # type: ignore[override]
@@ -324,7 +334,7 @@ class ShardedExperts(ExpertShards, Experts):
         Args:
             handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
-            meanwhile: called after the exchange of the clones' weights has begun, to overlap with it.
+            meanwhile: as for :meth:`ExpertShards.apply_to_chunks`.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.
@@ -426,7 +436,7 @@ def position_layout(parameter: Tensor, sharding: ExpertSharding) -> PositionLayo
         sharding: the layer's sharding.
 
     Raises:
-        ValueError: the parameter is not cut along its experts, or is also cut along another dimension.
+        ValueError: the parameter is not cut along its experts on every dimension of its mesh.
     """
     # FSDP's placement over the ranks with the same experts is not a Shard, but it also has the attribute `dim`.
     if not isinstance(parameter, DTensor) or any(getattr(one, "dim", None) != 0 for one in parameter.placements):
@@ -511,7 +521,10 @@ class ExpertMove:
 
 
 def in_expert_order(tensor: DTensor, sharding: ExpertSharding) -> DTensor:
-    """Return a copy of a stacked tensor, reordered so that expert e is at position e. All ranks must call this."""
+    """Return a copy of a stacked tensor, reordered from the order of the current placement to expert e at position e.
+
+    All ranks must call this.
+    """
     return _reordered(tensor, sharding, sharding.order, None)
 
 

@@ -1,18 +1,19 @@
 """Messages between ranks outside of the exchanges of a call: whether ranks agree, and which rank has failed.
 
 Before functions such as ``shard`` change a model, :func:`assert_same_on_all_ranks` compares descriptions of it. After a
-rank has failed, the waits for exchanges of its group end with an error, on all ranks:
+rank has failed, the waits for exchanges of its group end with an error, on all ranks: over gloo as described below,
+over other backends when the group's timeout has passed.
 
 Over gloo, a rank that dies closes its connections, so the exchanges of ranks that are connected to it fail immediately.
 These ranks then close their own connections (:func:`pymoe._ranks.abort_waits`), so the exchanges of the ranks that wait
-for them fail, too. The first rank that detects the failure writes a record to the group's store: which rank has died.
-The other ranks read this record for their error messages. A rank that waits for a live rank which is busy elsewhere
-finds the failure only through this record.
+for them fail, too. The first rank on the same host that finds the process ended writes a record to the group's store:
+which rank has died. The other ranks read this record for their error messages. A rank that waits for a live rank which
+is busy elsewhere finds the failure only through this record.
 
 A rank that raises an error and lives on keeps its connections. It reports the error in the store, and a wait that takes
 longer than ``LOOK`` reads such reports. A report counts only for ranks that are in the same call, wait for an exchange
-that the failed rank has not begun, and have not raised an error in the call themselves. So if all ranks raise an error
-and go on, none of them fails because of the reports.
+that the failed rank has not begun, and have not raised an error between the same two exchanges themselves. So if all
+ranks raise an error at the same point of a call and go on, none of them fails because of the reports.
 
 Exchanges without a failure or a long wait neither read nor write the store.
 """
@@ -49,14 +50,15 @@ class GroupError(RuntimeError):
 
     If ranks disagree, rows would not fit, or a rank has failed before it sent its counts, every rank of the group
     raises this error from the same call before any row is sent, and the group can be used afterwards. (The rank that
-    has failed raises its own error.) If rows or counts did not arrive because a rank has died, has raised an error or
-    is late, the group cannot be used any more.
+    has failed raises its own error. With ``transport="padded"``, the others raise in :func:`check_calls`, or while they
+    wait for rows.) If rows or counts did not arrive because a rank has died, has raised an error or is late, the group
+    cannot be used any more.
     """
 
     def __init__(self, message: str, layer: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.layer = layer
-        """Name of the layer in its model."""
+        """Name of the layer in its model; empty if the error is not about a layer."""
         self.ranks = ranks
         """The ranks that the message is about, numbered within the group; empty if they are not known."""
 
@@ -70,7 +72,7 @@ class Failure(NamedTuple):
     ranks: tuple[int, ...]
     what: str
     exchanges: int = 0
-    """Number of exchanges that the failed rank had begun in the group."""
+    """Number of exchanges that the failed rank had begun in the group; 0 if its process has ended."""
 
 
 @dataclass
@@ -81,17 +83,18 @@ class GroupMembers:
     processes: Sequence[Process]
     """(R,): the process of each rank."""
     store: GroupStore | None
-    """The store for records; None if the group has none. Then ranks that live on after an error cannot report it."""
+    """The store for records; None if the group has none, or one that allows no second connection. Then ranks that live
+    on after an error cannot report it."""
     calls: int = 0
     """Number of calls of layers that have begun."""
     exchanges: int = 0
     """Number of exchanges that have begun."""
     failure: Failure | None = None
-    """The failure that ended an exchange on this rank."""
+    """The failure that ended an exchange on this rank; None so far."""
     reports: list[str] = field(default_factory=list)
     """Keys of this rank's reports."""
     raised_after: int = -1
-    """Number of exchanges that had begun when this rank last reported an error."""
+    """Number of exchanges that had begun when this rank last reported an error; -1 if it has not reported one."""
 
     def report_error(self, what: str) -> None:
         """Tell the ranks that wait for this rank in the current call that this rank has left the call with an error."""
@@ -121,7 +124,7 @@ class GroupMembers:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Find the failure that closed a connection, and return it; return None if it is not found in ``NAMING_S``."""
+        """Find and record the failure that closed a connection; return None if it is not found in ``NAMING_S``."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -143,7 +146,7 @@ _members: WeakKeyDictionary[dist.ProcessGroup, GroupMembers] = WeakKeyDictionary
 def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], name: str) -> None:
     """Store which processes are the ranks of ``group``, so that failures can be found later. All ranks must call this.
 
-    ``name`` is a name of the group that no other group has had.
+    ``name`` is a name of the group that no other group has had. Do nothing for a group of one rank, or in a later call.
     """
     if group not in _members and len(processes) > 1:
         store = None
@@ -153,7 +156,7 @@ def remember_members(group: dist.ProcessGroup, processes: Sequence[Process], nam
 
 
 def lost_rank(group: dist.ProcessGroup, subject: str, layer: str, what: str, lost: RuntimeError) -> GroupError:
-    """Return the error to raise for a failed collective. If a connection was lost, also end the waits of all ranks.
+    """Return the error to raise for a failed collective. If a connection was lost, also end all waits in the group.
 
     Args:
         group: the group of the collective.
@@ -186,12 +189,17 @@ def assert_same_on_all_ranks(
 ) -> None:
     """Raise on all ranks of a group unless their descriptions are equal. This is a collective call.
 
+    It also exchanges the processes of the ranks, for :func:`remember_members`.
+
     Args:
         function: the public function that the ranks have called, for error messages.
         group: the group of the ranks.
         mine: this rank's description.
         problem: the error because of which this rank cannot continue, or None. This rank raises it, and the others
             raise :class:`GroupError`.
+
+    Raises:
+        GroupError: the descriptions differ, or another rank has a ``problem``, has died or is late.
     """
     gathered: list[Any] = [None] * dist.get_world_size(group)
     own = None if problem is None else describe_error(problem), mine, Process.own(), secrets.token_hex(8)
@@ -223,7 +231,7 @@ def _raise_unless_equal(function: str, kind: str, mine: dict[str, Any], theirs: 
 
 
 def _difference(here: Any, there: Any) -> str:
-    """Return the first difference as text: the property that differs or, if a rank lacks the object, both values."""
+    """Return the first difference as text: the property that differs or, if a value has no properties, both values."""
     if isinstance(here, dict) and isinstance(there, dict):
         part = next(name for name in [*here, *there] if here.get(name, "none") != there.get(name, "none"))
         return f"{part} {here.get(part, 'none')} here and {there.get(part, 'none')}"
@@ -263,10 +271,10 @@ class Exchange:
             raise self._error(lost) from lost
 
     def wait(self) -> None:
-        """Wait until the collective is done.
+        """Wait until the collective is done; on a GPU, make only the current stream wait.
 
         Raises:
-            GroupError: a rank has failed.
+            GroupError: a rank has failed or is late.
         """
         members = self._members
         try:
@@ -281,7 +289,10 @@ class Exchange:
             members.remove_reports()
 
     def _wait_or_abort(self, members: GroupMembers) -> None:
-        """Wait for the collective, looking for a record of a failure every ``LOOK``; if there is one, end all waits."""
+        """Wait for the collective, looking for a record of a failure every ``LOOK``.
+
+        If there is one, end all waits in the group.
+        """
         while True:
             begun = time.monotonic()
             try:
@@ -310,7 +321,7 @@ class Exchange:
 def while_others_wait(sharding: ExpertSharding) -> Iterator[None]:
     """Return a context manager that reports an error of this rank to the ranks that wait for its rows.
 
-    Use it after the count exchange, when the other ranks have this rank's counts.
+    Use it once the count exchange has begun. It adds a note to the error. A :class:`GroupError` is not reported.
     """
     try:
         yield
@@ -343,7 +354,7 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
     """If a backward pass runs on this thread, arrange that an error of the pass is reported to the other ranks.
 
     Return True if a backward pass runs. Return False if none or a compiled one runs, or if :func:`remember_members`
-    has not been called for the group.
+    has stored no processes for the group.
     """
     if sharding.group not in _members:
         return False

@@ -40,8 +40,8 @@ def data_parallel(
     parameters, on any number of ranks.
 
     The first of the ranks with the same experts broadcasts their weights to the others, as rank 0 of DDP does with
-    other parameters, unless ``init_sync=False`` is among the options. Other parameters that ``fully_shard`` cuts must
-    be the same on all ranks, as without experts.
+    other parameters, unless ``init_sync=False`` (an option of DDP) is given. Other parameters that ``fully_shard`` cuts
+    must be the same on all ranks, as without experts.
 
     Gradients accumulate over several backward passes as usual in DDP and FSDP: with ``no_sync()`` or
     ``set_requires_gradient_sync(False)``. ``torch.amp.GradScaler`` raises with ``"ddp"``: some gradients are DTensors
@@ -69,7 +69,8 @@ def data_parallel(
         TypeError: ``mesh`` is not a mesh, a block is not a module, or ``options`` name other ranks.
         ValueError: ``mesh`` does not fit ``model``; ``model`` contains no sharded layer, or was passed to this function
             before; or an argument is out of range.
-        GroupError: ranks that should have the same experts have different ones, or different placements of them.
+        GroupError: ranks that should have the same experts have different ones, or different placements of them; or
+            quantised dense layers differ between ranks (``"ddp"``).
 
     Example:
         >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
@@ -296,7 +297,7 @@ def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: Device
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of one dimension with all ranks of ``mesh``."""
+    """Return a mesh of one dimension with all ranks of ``mesh``. Unless these are all ranks, create a group of them."""
     if mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
@@ -336,7 +337,7 @@ class _ReplicaAverage:
     """Averages the gradients of experts over the ranks with the same experts. It is a forward pre-hook of DDP.
 
     The whole accumulated gradient is averaged. What was averaged after an earlier backward pass is equal on all ranks,
-    so averaging it again does not change it. DDP does the same for other parameters.
+    so averaging it again changes it only by rounding. DDP does the same for other parameters.
     """
 
     def __init__(self, experts: list[ExpertShards], mesh: DeviceMesh) -> None:

@@ -2,7 +2,8 @@
 
 A call does the following in this order: choose experts; start the count exchange; gather rows into the send buffer;
 read the counts of all ranks, once; start the dispatch; do work that needs no rows; chunk by chunk, wait, compute and
-start the combine; compute the weighted sum. With ``transport="padded"`` the host reads nothing.
+start the combine; compute the weighted sum. With clones, or a capacity that the group shares, the counts are read
+before rows are gathered. With ``transport="padded"`` the host reads nothing.
 """
 
 from __future__ import annotations
@@ -39,26 +40,28 @@ RunExperts = Callable[[tuple[Tensor, ...], TokenDispatcher, Callable[[], None] |
 class ShardedLayer(nn.Module):
     """A layer whose experts :func:`pymoe.ep.shard` has spread over ranks, with statistics that users may read.
 
-    Its calls are collective: every rank of the group calls the layer the same number of times, each with its own tokens
-    (possibly none), and runs the backward passes of the same calls in the same order. Backward passes are not compared:
-    gradients are wrong if ranks run the backward passes of several calls in different orders.
+    Calls are collective: every rank of the group must call the layer the same number of times, each with its own tokens
+    (possibly none), and must run the backward passes of these calls in the same order as the other ranks. The order of
+    backward passes is not checked: if it differs between ranks, gradients are wrong.
 
-    A rank that raises before its counts are sent (router, shapes, dtypes) tells the others, and they raise, too, unless
-    rows travel in padded buffers. If a rank raises later, the others wait for its rows. Over gloo they raise
-    :class:`GroupError` a second after that rank has raised in this layer's forward or backward pass, or as soon as its
-    process has ended; in all other cases they raise when the group's timeout has passed. After that the group is
-    unusable, so a process that has raised should end.
+    If a rank raises before its counts are sent (because of the router, a shape or a dtype), it tells the others, and
+    they raise in the same call. If it raises later, or if rows travel in padded buffers, the others wait for its rows.
+    Over gloo they check every second, while they wait, whether a rank has raised in this layer's forward or backward
+    pass, and raise :class:`GroupError` if so; they raise it within seconds if the rank's process has ended. In all
+    other cases they raise when the group's timeout has passed. After that the group is unusable, so a process that has
+    raised should end.
 
     The layer works under ``torch.utils.checkpoint``, autocast and ``torch.compile`` (with a graph break), and can be
-    differentiated any number of times, but not inside the transforms of :mod:`torch.func`, nor in forward mode.
+    differentiated any number of times (with quantised experts, once), but not inside the transforms of
+    :mod:`torch.func`, nor in forward mode.
     """
 
     experts: ExpertShards
     sharding: ExpertSharding
     """The ranks of the experts, such as ``owner`` and ``own_experts``, and the options of :func:`pymoe.ep.shard`."""
     last_rows: list[int] | None = None
-    """(R,): the number of rows that each rank computed in the last call, including rows of clones; None before the
-    first call, and with ``transport="padded"``."""
+    """(R,): the number of rows, one per choice, that each rank computed in the last call, including rows of clones;
+    None before the first call, and with ``transport="padded"``."""
     notes: LocalTensors
     """Records of differences between ranks, kept on the device; see :func:`~pymoe.ep.dispatcher.device_notes`. Only
     ``transport="padded"`` uses them."""
@@ -74,10 +77,10 @@ class ShardedLayer(nn.Module):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """Return the number of rows that did not fit in all calls so far, a scalar int64 tensor on the layer's device.
+        """Return the number of choices that did not fit in the padded buffers of all calls so far.
 
-        Return None with ``transport="exact"``. ``overflowed.zero_()`` restarts the count. Calls recomputed by
-        checkpointing are counted again.
+        It is a scalar int64 tensor on the layer's device; None with ``transport="exact"``. ``overflowed.zero_()``
+        restarts the count. Calls recomputed by checkpointing are counted again.
         """
         return self.notes["overflowed"] if self.sharding.transport == "padded" else None
 
@@ -94,8 +97,8 @@ class ShardedLayer(nn.Module):
 class ExpertCall:
     """A call of a layer: a context in which the layer chooses experts, then calls :meth:`begin` and :meth:`finish`.
 
-    On exit, an error that was raised in the context is reported to the other ranks: before :meth:`begin` through the
-    count exchange, later to the ranks that wait for this rank's rows.
+    On exit, an error that was raised in the context is reported to the other ranks: an Exception that was raised before
+    :meth:`begin` sent counts, through the count exchange; later errors, to the ranks that wait for this rank's rows.
 
     Args:
         layer: the :class:`ShardedLayer` that is called.
@@ -130,6 +133,9 @@ class ExpertCall:
 
         Returns:
             The dispatcher of the rows, with the counts of all ranks.
+
+        Raises:
+            GroupError: as for :meth:`TokenDispatcher.pack`.
         """
         layer, sharding = self._layer, self._sharding
         experts, top_k = layer.experts.stacked(), gate.experts.shape[1]
@@ -149,6 +155,8 @@ class ExpertCall:
 
     def finish(self, experts: RunExperts, weights_TK: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send the rows through the experts; return (T, H), the weighted sum of the experts' outputs for each token.
+
+        Store the loads and the numbers of rows in the layer.
 
         Args:
             experts: runs this rank's experts.
@@ -194,6 +202,7 @@ def check_parameters(sharding: ExpertSharding, experts: Any, shared: Any, rows_T
 
     Once the counts are sent, other ranks send rows and wait for results. If an operator rejected the parameters then,
     the other ranks would wait in vain, and a rank without experts would not detect a mistake that all ranks have made.
+    Parameters that FSDP manages are not checked.
 
     Args:
         sharding: the layer's sharding.
@@ -250,7 +259,8 @@ class ShardedMoE(ShardedLayer, MoE):
     """A :class:`pymoe.nn.MoE` whose experts :func:`pymoe.ep.shard` has spread over the ranks of a group.
 
     Its calls are collective, as :class:`ShardedLayer` describes. Attributes, options and ``state_dict`` keys are those
-    of :class:`pymoe.nn.MoE`. ``stats`` describe this rank's tokens only.
+    of :class:`pymoe.nn.MoE`. ``stats`` describe this rank's tokens only, except that with ``scope="group"`` the
+    balancing loss is computed with the load of all ranks.
     """
 
     experts: ShardedExperts

@@ -26,9 +26,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
     """An experts module of a model of transformers that :func:`pymoe.ep.shard` has spread over the ranks of a group.
 
     It is both the layer and its experts, as the router is a separate module. Its class is derived from the original
-    class of the module, and has the same name. Parameters keep their names and shapes; they are DTensors, cut along the
-    experts. Calls are collective, as :class:`ShardedLayer` describes. Hooks of the module see the tokens and outputs of
-    their rank.
+    class of the module, and has the same name. Parameters (``packed`` of quantised weights) keep their names and
+    shapes; they are DTensors, cut along the experts. Calls are collective, as :class:`ShardedLayer` describes. Hooks of
+    the module see the tokens and outputs of their rank.
     """
 
     described: StackedExperts
@@ -44,10 +44,10 @@ class ShardedModule(ShardedLayer, ExpertShards):
         """Send every token of this rank through its experts, whichever rank has them.
 
         Args:
-            hidden_states: (T, H), any floating dtype; cast to that of the parameters, or by autocast. There may be no
-                tokens; other ranks may have more or fewer.
+            hidden_states: (T, H), any floating dtype; cast to that of the parameters, or by autocast. For quantised
+                experts, only float64 is cast, to float32. There may be no tokens; other ranks may have more or fewer.
             top_k_index: (T, K) int32 or int64, the experts of every token.
-            top_k_weights: (T, K), any floating dtype, the weight of every choice.
+            top_k_weights: (T, K), the weight of every choice; any floating dtype, float64 only if the parameters are.
 
         Returns:
             (T, H), the dtype of ``hidden_states``. Differentiable in ``hidden_states``, ``top_k_weights`` and the
@@ -55,9 +55,9 @@ class ShardedModule(ShardedLayer, ExpertShards):
 
         Raises:
             TypeError: an argument or a parameter has the wrong dtype. The other ranks raise :class:`GroupError` then,
-                also in the next two cases.
-            ValueError: an argument or a parameter has the wrong shape, or the module runs another implementation of
-                experts.
+                also in the next three cases.
+            ValueError: an argument or a parameter has the wrong shape, the module runs another implementation of
+                experts, or it has adapters and :func:`pymoe.ep.shard` was given ``clones``.
             IndexError: an index lies outside 0..E-1.
             RuntimeError: called inside a transform of :mod:`torch.func`, or in forward-mode autograd.
             GroupError: the ranks do not make the same call, one of them has failed or died, or a rank would receive
@@ -106,7 +106,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
         self.shard_parameters(sharding, made)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter by name, without the leading size E."""
+        """Return the shape of every parameter by name, without the leading size E; empty if weights are quantised."""
         return self._sizes
 
     def operand(self, weight: Tensor) -> Tensor:

@@ -80,14 +80,14 @@ def contiguous(experts: int, ranks: int) -> Placement:
 def place(load: Tensor, ranks: int, *, replicas: int = 0) -> Placement:
     """Return a placement that balances ``load`` over the ranks.
 
-    This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). While there is room for replicas, the
-    expert with the most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank
-    with free room. Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve the
-    rank: a copy for which no other rank has room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies;
-    without replicas, it holds as many experts as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
+    This is the global policy of EPLB (https://github.com/deepseek-ai/EPLB). ``replicas`` * R times, the expert with the
+    most rows per copy gets one more copy; then the copies, heaviest first, each go to the emptiest rank with free room.
+    Unlike in EPLB, no rank holds two copies of an expert, because the second would not relieve the rank: a copy for
+    which no other rank has room is left out. A rank holds at most ceil(E / R) + ``replicas`` copies; without replicas,
+    it holds as many experts as under :func:`contiguous`, as :func:`pymoe.ep.redistribute` requires.
 
     The fullest rank never has more of ``load`` than under :func:`contiguous`. If the contiguous placement is equally
-    good, it is returned, so that nothing moves. Ties go to the lower expert and the lower rank.
+    good (or better), it is returned, so that nothing moves. Ties go to the lower expert and the lower rank.
 
     Args:
         load: (E,) int32 or int64 on the CPU, the number of rows of each expert in the past, none negative.

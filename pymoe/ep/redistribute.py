@@ -2,11 +2,11 @@
 
 ``state_dict()`` of an optimizer has the state of expert e at position e, just as ``state_dict()`` of the layer has the
 weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
-its first step, or in the next call of ``redistribute``. The next step of an optimizer raises if the optimizer was left
+its first step, or if it is given to ``redistribute``. The next step of an optimizer raises if the optimizer was left
 out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
-before ``shard`` (it would update parameters that no layer uses any more). An optimizer also raises if it would pass
-spread experts and whole parameters to one torch function. Wrapping a model in ``DistributedDataParallel`` raises if
-that would average spread experts.
+before ``shard`` or ``data_parallel`` replaced its parameters (unless the replaced ones have gradients: then other code
+may use them). An optimizer also raises if it would pass spread experts and whole parameters to one torch function.
+Wrapping a model in ``DistributedDataParallel`` raises if that would average spread experts.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def redistribute(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: ``model`` contains no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
-            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; an optimizer
-            has state that is not stacked as the parameters are, or was left out of an earlier call.
+            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; experts that
+            would move are quantised; an optimizer has state that is not stacked as the parameters are, or was left out
+            of an earlier call.
         GroupError: ranks give different arguments, or one of them cannot continue.
 
     Example:
@@ -192,7 +193,7 @@ def _orders(layers: dict[str, ShardedLayer], placement: Any) -> dict[ExpertShard
 
 
 def _check_all_owners(layers: dict[str, ShardedLayer], moving: Iterable[ExpertShards]) -> None:
-    """Raise if a layer outside of ``layers`` shares parameters with the experts in ``moving``."""
+    """Raise ValueError if a layer outside of ``layers`` shares parameters with the experts in ``moving``."""
     parameters = {parameter for experts in moving for parameter in experts.parameters()}
     own = {layer.experts for layer in layers.values()}
     for experts in all_sharded_experts:
@@ -246,7 +247,7 @@ def _several(optimizer: Any) -> list[Optimizer]:
 def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: list[Optimizer]) -> list[_StackedTensor]:
     """Return the parameters of ``experts``, their gradients and optimizer state, in the same order on all ranks.
 
-    ``order`` is the order of experts after the move.
+    ``order`` is the order of experts after the move. Raise ValueError if they cannot be moved.
     """
     sharding = experts.sharding
     if experts.is_quantized:
@@ -297,7 +298,7 @@ def watch_torch() -> None:
 
 
 def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raise if ``outer`` is a DistributedDataParallel that would average different experts of different ranks."""
+    """Raise TypeError if ``outer`` is a DistributedDataParallel that would average the different experts of ranks."""
     if inner is None or not isinstance(outer, DistributedDataParallel):
         return
     layers = [layer for layer in inner.modules() if isinstance(layer, ShardedLayer)]
@@ -350,7 +351,7 @@ def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        # If the replaced parameter has a gradient, other code still uses it, so an optimizer may update it.
+        # If the replaced parameter has a gradient, other code may still use it, so let the optimizer update it.
         if function and parameter.requires_grad and parameter.grad is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "

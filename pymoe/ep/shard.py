@@ -57,9 +57,10 @@ def shard(
     Each rank keeps the experts that ``torch.chunk`` gives it; E need not be divisible by R, and ranks may have no
     experts. Expert parameters become DTensors (``Shard(0)`` on the mesh) with their old shapes and names, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Every rank keeps a copy of router and
-    shared experts. Make optimizers after this call: an optimizer that was made earlier raises in its next step. Every
-    rank must have the same model: made with the same seed, or loaded from the same checkpoint. A model on the meta
-    device can be sharded first, then given memory by ``to_empty``, and then initialised or loaded.
+    shared experts. Make optimizers after this call: an optimizer that was made earlier raises in its next step, unless
+    the old parameters still have gradients. Every rank must have the same model: made with the same seed, or loaded
+    from the same checkpoint. A model on the meta device can be sharded first, then given memory by ``to_empty``, and
+    then initialised or loaded.
 
     A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back; the
     host reads at most one tensor of counts; the rank of a token sums the results of its choices, in their order. Sums
@@ -83,16 +84,17 @@ def shard(
         mesh: the ranks: a mesh of one dimension that lists them in the order of its group, such as ``mesh["ep"]``, or a
             process group. All of these ranks must call this function. If a rank passes something without a group, such
             as None, only this rank raises, and the other ranks wait for the group's timeout.
-        chunks: the number of exchanges in which the rows of a call travel, each with an equal share of every rank's
-            experts. While one exchange is under way, the experts of the previous one compute, forward and backward. If
-            the largest number of experts of a rank is smaller than ``chunks``, it is used instead.
+        chunks: the number of exchanges in which the rows of a call travel, each for an equal share of every rank's
+            experts (or nearly). While one exchange is under way, the experts of the previous one compute, forward and
+            backward. If the largest number of experts of a rank is smaller than ``chunks``, it is used instead.
         scope: the tokens over which capacity and auxiliary losses are computed. ``"rank"``: each rank's own tokens, as
             in data parallelism. ``"group"``: the tokens of all ranks, as in one process; tokens of lower ranks come
             first, and the mean of the ranks' losses is the loss of all tokens. ``"group"`` is not available for experts
             of transformers, whose losses are transformers' own.
         room: the maximum number of rows that a rank may receive in a call, counted as one row per choice even with
             ``deduplicate``. If a rank would receive more, every rank raises :class:`GroupError` before anything is
-            allocated for the rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded buffers.
+            allocated for the received rows. None: no limit. See ``transport`` for the meaning of ``room`` with padded
+            buffers.
         clones: the maximum number of other ranks' experts that a rank may clone for one call (FasterMoE's shadow
             experts). :func:`pymoe.ep.clones.plan_clones` plans the clones of every call from its loads, without another
             message. The weights of a clone travel to its rank once and their gradients once back, in an additional
@@ -102,7 +104,7 @@ def shard(
             that had clones is a sum: the gradients of the clones are added in the order of ranks, and their sum to the
             gradient of the owner. So it equals that of one process only up to rounding, but is the same in every run.
             Rows are gathered after the loads have been read, not while the loads travel.
-        min_rows_to_clone: the smallest number of rows for which an expert is cloned, at least 1. None: P / (2 H) for P
+        min_rows_to_clone: the smallest number of rows that are moved to a clone, at least 1. None: P / (2 H) for P
             parameters of an expert, 1.5 F for gated ones: from this number on, sending the weights of a clone takes no
             longer than sending the rows that it replaces. The page on the costs of expert parallelism derives this.
         deduplicate: send a token, in each chunk, only once to every rank that has some of its experts, and send their
@@ -112,13 +114,13 @@ def shard(
             (K + 3) u times the sum of the absolute values of its terms, u being the unit roundoff of the dtype.
             Gradients of experts keep their bits. It cannot be combined with ``clones``.
         transport: ``"exact"``: ranks tell each other how many rows they send, and the host reads these counts, once per
-            call. ``"padded"``: every rank sends ``room // (R * chunks)`` rows to every rank in each chunk, filled or
-            not. So the host reads no counts: all shapes follow from the shapes of inputs. ``room`` must be given: 2 T K
-            for ranks of at most T tokens gives each pair of ranks twice its even share. After choices past a capacity
-            have been dropped, the others fill the rows in the order of tokens and choices. Those that do not fit are
-            dropped, too; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed` sums them up. If all fit,
-            all bits are those of ``"exact"``. Disagreements of ranks are not detected before rows are sent: see
-            :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
+            call. ``"padded"``: every rank sends ``room // (R * chunks)`` rows to every rank that has experts in a
+            chunk, filled or not. So the host reads no counts: all shapes follow from the shapes of inputs. ``room``
+            must be given: 2 T K for ranks of at most T tokens gives each pair of ranks twice its even share. After
+            choices past a capacity have been dropped, the others fill the rows in the order of tokens and choices.
+            Those that do not fit are dropped, too; ``stats.dropped`` includes them, and :attr:`ShardedLayer.overflowed`
+            sums them up. If all fit, all bits are those of ``"exact"``. Disagreements of ranks are not detected before
+            rows are sent: see :func:`check_calls`. It cannot be combined with ``clones`` or ``deduplicate``.
 
     Returns:
         ``model``.
@@ -127,10 +129,10 @@ def shard(
         TypeError: an argument, or a layer's class, is of the wrong kind.
         ValueError: ``mesh`` has several dimensions, another order than its group, or lacks this rank; a number is out
             of range, or options cannot be combined; ``model`` contains no layer, or a layer that has been sharded
-            before or has a hook on its experts, a ``forward`` of its own or ``score_before_experts``; or experts of
-            transformers are refused.
-        GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or one of them has
-            failed. Then every rank raises.
+            before or has a hook on its experts, a ``forward`` of its own, ``score_before_experts`` or a wrong number of
+            experts; or experts of transformers are refused.
+        GroupError: ranks pass different arguments or layers, their routers or shared experts differ, or another rank
+            has failed. Every rank raises then.
 
     Example:
         >>> from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
@@ -212,7 +214,7 @@ def shard(
         if layer.shared is not None:
             layer.shared.row_invariant = True
         experts: Any = layer.experts
-        if not isinstance(experts, ShardedExperts):  # they are if a previous layer shares them
+        if not isinstance(experts, ShardedExperts):  # an earlier layer with the same experts has sharded them already
             experts.__class__ = ShardedExperts
             experts.shard_parameters(sharding, made)
         sharded: Any = layer
@@ -354,7 +356,10 @@ def _described(layer: MoE) -> dict[str, Any]:
 
 
 def checksum(tensor: Tensor) -> int | None:
-    """Return the CRC-32 of a tensor's bytes in row-major order; None for a tensor on the meta device."""
+    """Return the CRC-32 of a tensor's bytes in row-major order; None for a tensor on the meta device.
+
+    A DTensor is gathered from all its ranks, which must all call this.
+    """
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if whole.is_meta:
         return None
@@ -391,7 +396,9 @@ def shard_on_load(mesh: DeviceMesh | dist.ProcessGroup, **options: Any) -> Itera
 
     Raises:
         ValueError: no model was loaded, or several; another package quantises the model; the checkpoint lacks weights
-            of experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model.
+            of experts, which transformers would initialise with random numbers; or :func:`shard` refuses the model or
+            an argument.
+        TypeError: :func:`shard` raises it.
         RuntimeError: transformers cannot read parts of the weights; its version may be too old.
         GroupError: the ranks differ in weights that all of them have, or another rank failed.
     """
@@ -424,7 +431,10 @@ class _Loading:
         """True while ``shard`` runs and after it has raised, since ``shard`` itself tells other ranks of its errors."""
 
     def begins(self, model: nn.Module) -> bool:
-        """Store the model that is being loaded; return True. Return False if it is stored already (for an adapter)."""
+        """Store the model that is being loaded; return True. Return False if it is stored already (for an adapter).
+
+        Raise ValueError if another model is stored already.
+        """
         if model is self.model:
             return False
         if self.model is not None:

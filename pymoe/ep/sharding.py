@@ -72,7 +72,7 @@ class ExpertSharding:
     clones: int = 0
     """The maximum number of other ranks' experts that a rank may clone in a call."""
     min_rows_to_clone: int = 1
-    """The smallest number of rows for which an expert is cloned."""
+    """The smallest number of rows that are moved to a clone."""
     order: tuple[int, ...] | None = None
     """(E,): the expert at each position, ascending within a rank; None while expert e is at position e."""
     data_parallel_mesh: DeviceMesh | None = None
@@ -83,7 +83,7 @@ class ExpertSharding:
 
     @cached_property
     def title(self) -> str:
-        """Return the layer's name in error messages. The layer's number in messages between ranks is a hash of it."""
+        """Return the layer's name in error messages. Messages between ranks contain a checksum of it."""
         return repr(self.layer) if self.model == 1 else f"{self.layer!r} of model {self.model}"
 
     @cached_property
@@ -141,7 +141,7 @@ class ExpertSharding:
 
     @cached_property
     def send_positions(self) -> Tensor | None:
-        """Return (E,) int32: the index of every expert in :attr:`send_order`; None if expert e has the index e."""
+        """Return (E,) int32: the index of each expert in :attr:`send_order`; None if that is e for every expert e."""
         if self.send_order == list(range(self.num_experts)):
             return None
         places = torch.empty(self.num_experts, dtype=torch.int32)
@@ -160,7 +160,7 @@ class ExpertSharding:
 
     @property
     def padded_rows(self) -> int:
-        """Return the number of rows that a padded exchange sends from one rank to another in a chunk."""
+        """Return the number of rows that a padded exchange sends from a rank to each rank with experts in a chunk."""
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:

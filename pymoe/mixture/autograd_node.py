@@ -88,8 +88,9 @@ class ForwardRecord(NamedTuple):
     ) -> list[Tensor | None]:
         """Send backward requests to the experts whose answers were used, and return the gradients of ``inputs``.
 
-        The experts update their parameters. The result has one entry for each of the gathered ``inputs``: None if it is
-        not ``needed``; otherwise its gradient, with zeros in rows without an answer.
+        Backends that train update their experts. If no input needs a gradient, only these backends get requests. The
+        result has one entry for each of the gathered ``inputs``: None if it is not ``needed``; otherwise its gradient,
+        with zeros in rows without an answer.
 
         Raises:
             ValueError: a gradient in ``grads`` contains NaN or infinity, with ``detect_anomalies``.

@@ -49,7 +49,8 @@ class TooFewAnswersError(RuntimeError):
 
     Attributes:
         rows: the indices of these rows.
-        failures: the reasons for missing answers, by the backend's name. One of them is the ``__cause__``.
+        failures: the reasons for missing answers, by the backend's name. One of them is the ``__cause__``, if there is
+            any.
     """
 
     def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
@@ -82,7 +83,7 @@ class Answers:
     """The outcomes of requests.
 
     Attributes:
-        results: the answer to each request, as a tuple of tensors; None if no answer came in time.
+        results: the answer to each request, as a tuple of tensors; None if no answer came in time or it was rejected.
         failures: the reasons for missing answers, by the backend's name.
         came: (T,) the number of answers that each row has.
         possible: (T,) the number of answers that each row has or can still get.
@@ -129,7 +130,8 @@ class Pending:
     def send(self, index: int, request: ExpertRequest, deadline: float | None) -> None:
         """Send ``request`` immediately or, if its pool is full, as soon as there is room.
 
-        :meth:`get` will return its outcome together with ``index``.
+        Only inside a batch does this method itself wait for room. :meth:`get` will return the outcome together with
+        ``index``.
 
         Raises:
             Exception: the pool refused the request with this exception.
@@ -198,7 +200,7 @@ class Pending:
 def ask(
     mixture: str, rules: Rules, requests: Sequence[ExpertRequest], needed_T: Tensor, *, backward: bool = False
 ) -> tuple[Answers, Tensor]:
-    """Send all ``requests``, each to a different backend, and wait until the rows have the answers that they need.
+    """Send all ``requests``, each to a different backend, and wait for answers, as the module docstring describes.
 
     Returns:
         The answers, and a (T,) mask on the CPU of the rows that got fewer answers than ``needed_T`` says.
@@ -206,7 +208,7 @@ def ask(
     Raises:
         TooFewAnswersError: rows got too few answers, and ``rules.raises`` is true.
         ValueError, TypeError: a pool does not accept the tensors of its request, which is a mistake of the caller, not
-            of the backend. In this case, and if the wait is interrupted, no request is left pending.
+            of the backend. In this case, and if the wait is interrupted, requests that have not begun are cancelled.
     """
     deadline = deadline_after(rules.backward_timeout if backward else rules.forward_timeout)
     answers = Answers(requests, len(needed_T))

@@ -97,7 +97,7 @@ class Member:
         return BackendStats(self.name, self.slot, self.forward.stats(), self.backward.stats())
 
     def moved_to(self, slot: int) -> Member:
-        """Return a copy of the member in another slot; both share the counts and the backoff."""
+        """Return a copy of the member in another slot; both share the counts, the log and the backoff."""
         made = copy.copy(self)
         made.slot = slot
         return made
@@ -149,7 +149,7 @@ class Slots:
 
         Raises:
             TypeError: ``slot`` is not an int.
-            ValueError: ``slot`` is taken, no slot is free, or the name is taken.
+            ValueError: ``slot`` is taken or does not exist, no slot is free, or the name is taken.
         """
         names = self.names()
         if name in names:
@@ -228,7 +228,7 @@ class Slots:
         self.members = tuple(sorted(members, key=lambda member: member.slot))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
-        """Return slots with the same backends and separate counts."""
+        """Return slots with the same backends; counts, log and backoff start anew."""
         made = memo[id(self)] = Slots(self.count)
         made.members = tuple(Member(member.slot, member.backend) for member in self.members)
         return made

@@ -34,24 +34,26 @@ class MixtureOfExpertBackends(nn.Module):
     ``mixture(*args, **kwargs)`` takes and returns the same as one of the experts. The gate gets the first tensor. Each
     chosen expert gets one request with the rows that chose it, through its pool; all requests are sent together. A
     row's output is the sum of its experts' outputs, weighted by the softmax over their logits. Gradients flow to the
-    gate and to the inputs, and every expert whose outputs were used is updated by its backend during the backward pass.
+    gate and to the inputs. During the backward pass, every backend that trains updates its expert if the expert's
+    outputs were used.
     The experts' parameters are not parameters of this module, as with :class:`~pymoe.runtime.ExpertClient`.
 
     **Failures.** An answer is the result of a request. A row needs ``k_min`` answers. Once every row has them (or
     cannot get them any more), the remaining requests have ``timeout_after_k_min`` seconds left; all together have
     ``forward_timeout`` seconds. Weights are the softmax over the logits of the experts that gave an answer. An expert
-    gives no answer if it raises, is too slow, is no longer served or has no room in its queue; the logger
+    gives no answer if it raises, is too slow, is no longer served or has no room in its queue in time; the logger
     ``pymoe.runtime`` reports this at most once a minute for each backend. A request that the mixture stops waiting for
     is cancelled if it has not begun, and ignored if it has; a batch that has begun keeps a worker of its runtime busy,
     so ``num_workers`` must exceed the number of experts that may hang. The backward pass sends one request to every
-    expert whose answer was used, all together; missing gradients are zero. A backward request that has begun updates
-    its expert even if the mixture does not wait for it. Invalid arguments raise before any request is sent.
+    expert whose answer was used (if no input needs a gradient, only to those that train), all together; missing
+    gradients are zero. A backward request that has begun updates its expert even if the mixture does not wait for it.
+    Invalid arguments raise before any request is sent.
 
     **Backoff.** A backend whose requests time out ``rest_after`` times in a row gets no requests for ``rest`` seconds;
     if a request times out after that, for twice as long, and so on up to 64 times ``rest``. Meanwhile, rows choose
-    among the other backends; if these are fewer than ``k_min``, among all. A result or an error in time ends the
-    backoff. A backend that no runtime serves, or whose server cannot be reached, is left out in the same way,
-    immediately, and gets requests again as soon as it is back.
+    among the other backends; if these are fewer than ``k_min``, among all that are served. A result or an error in time
+    ends the backoff. A backend that no runtime serves, or whose server cannot be reached, is left out immediately,
+    unless fewer than ``k_min`` backends are served, and gets requests again as soon as it is back.
 
     **Slots.** The gate always has ``max_experts`` columns. A backend takes one of them; free ones are never chosen.
     Backends may be added, removed and replaced at any time and from any thread; pending calls continue with the
@@ -63,9 +65,9 @@ class MixtureOfExpertBackends(nn.Module):
     since it may be that no worker is free, and ``timeout_after_k_min`` has no effect.
 
     There are no second derivatives through the experts. ``torch.compile`` does not compile a mixture (graph break).
-    Under gradient checkpointing every request is sent twice, and the second time other experts may give the answers.
-    Copies (``copy.deepcopy``) have their own gate and the same backends; a mixture cannot be pickled. ``train()`` and
-    ``eval()`` affect only the auxiliary losses.
+    Under gradient checkpointing every forward request is sent twice, and the second time other experts may give the
+    answers. Copies (``copy.deepcopy``) have their own gate and the same backends; a mixture cannot be pickled.
+    ``train()`` and ``eval()`` affect only the gate and the auxiliary losses, not the experts.
 
     Args:
         backends: at least one, with distinct names and equal schemas, of this process
@@ -73,13 +75,14 @@ class MixtureOfExpertBackends(nn.Module):
             tensors of float32, float64, bfloat16 or float16; tensors among the inputs may have any dtype.
         top_k: K, the number of backends to which a row is sent; all if there are fewer.
         gate: called with the first tensor (rows, ...), returns logits (rows, max_experts), where minus infinity is
-            never chosen. None makes a linear layer. If the gate has a method ``reset_slot(slot)``, it is called when a
-            new backend takes a slot.
+            never chosen. None makes a linear layer. If the gate has a method ``reset_slot(slot)``, :meth:`add_backend`
+            calls it, and so does :meth:`replace_backend` with ``keep_gate=False``.
         max_experts: number of slots; None: ``len(backends)``.
         k_min: number of answers that each row needs.
         forward_timeout: seconds; None: no limit.
         timeout_after_k_min: seconds, in both passes; None: only ``forward_timeout`` and ``backward_timeout``.
-        backward_k_min: number of gradients that each row needs, from the experts whose answers it used; 0: none.
+        backward_k_min: number of gradients that each row needs, from the experts whose answers it used (all of these,
+            if they are fewer); 0: none.
         backward_timeout: seconds; None: no limit.
         rest_after: timeouts in a row, of both passes, after which a backend backs off; None disables backoff.
         rest: seconds of the first backoff.
@@ -96,13 +99,13 @@ class MixtureOfExpertBackends(nn.Module):
 
     Attributes:
         gate: the gate's module.
-        router_losses: the auxiliary losses of the last call; None before the first.
+        router_losses: the auxiliary losses of the last call that had rows and a backend to ask; None before that.
 
-    A call raises the following errors.
+    The constructor raises TypeError or ValueError for invalid arguments. A call raises the following errors.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit the schema, logits of another shape, or non-finite values with
-            ``detect_anomalies``.
+        TypeError, ValueError: arguments that do not fit the schema, logits of another shape, non-finite values with
+            ``detect_anomalies``, or a fallback that returns anything other than outputs for its rows.
         TooFewAnswersError: see ``on_too_few``.
 
     Example:
@@ -189,8 +192,8 @@ class MixtureOfExpertBackends(nn.Module):
 
         Raises:
             TypeError: ``backend`` is not a :class:`~pymoe.runtime.Backend`, or ``slot`` is not an int.
-            ValueError: the slot is taken, no slot is free, the name is taken, or the schemas differ from those of the
-                other backends.
+            ValueError: the slot is taken or does not exist, no slot is free, the name is taken, or the schemas differ
+                from those of the other backends.
         """
         check_schemas(backend, self._schemas)
         return self._slots.add(backend, slot, prepare=self._reset).slot
@@ -312,7 +315,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
         if not len(weights_TK):
             return weights_TK
-        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses read only the gate's load
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses do not use the gate's experts
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
 

@@ -35,7 +35,7 @@ class Rules(NamedTuple):
 
 
 def check_mixture(backends: Sequence[Any], top_k: int, max_experts: int | None, rules: Rules, on_too_few: str) -> int:
-    """Check the options, and return the number of slots; raise TypeError or ValueError for an invalid option."""
+    """Check ``backends`` and the options, and return the number of slots; raise TypeError or ValueError."""
     if not backends:
         raise ValueError(f"{NAME}: backends must hold at least one backend, got none")
     if max_experts is None:
@@ -118,7 +118,8 @@ def fall_back(
         few_T: (T,) bool, on the CPU.
 
     Raises:
-        TypeError, ValueError: the callable returns another structure, other tensors or another number of rows.
+        TypeError, ValueError: the callable returns another structure, tensors of other dtypes or shapes, or another
+            number of rows.
     """
     rows = few_T.nonzero().flatten().to(inputs[0].device)
     if fallback == "input":

@@ -36,7 +36,7 @@ class SlotGate(nn.Linear):
 
     @torch.no_grad()
     def reset_slot(self, slot: int) -> None:
-        """Initialise the weights of one slot as ``nn.Linear`` does."""
+        """Initialise the weights and the bias of one slot as ``nn.Linear`` does."""
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight[slot], -bound, bound)
         nn.init.uniform_(self.bias[slot : slot + 1], -bound, bound)
@@ -62,9 +62,9 @@ class Choice(NamedTuple):
     routing: Routing
     """Routing from rows to gathered rows. Choices with a logit of minus infinity follow all groups and are not sent."""
     load: Tensor
-    """(L,) int32: the number of rows that chose each member."""
+    """(L,) int32: the number of choices of each member, including those with a logit of minus infinity."""
     groups: tuple[Group, ...]
-    """One group for each member that at least one row chose."""
+    """One group for each member that gets at least one row."""
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:

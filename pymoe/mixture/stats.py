@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pymoe._errors import describe_error
 from pymoe.runtime.protocols import RequestPool
 
-LOG_PERIOD_S = 60.0  # minimum number of seconds between two log lines about one backend
+LOG_PERIOD_S = 60.0  # minimum number of seconds between two log lines about missing answers of one backend
 
 logger = logging.getLogger("pymoe.runtime")
 
@@ -22,22 +22,23 @@ class PassStats(NamedTuple):
     """
 
     requests: int
-    """Number of requests that were sent, or that the backend's pool refused."""
+    """Number of requests: those that were sent, that waited for room in the pool in vain, or that the pool refused."""
     rows: int
     """Number of rows in all requests."""
     answered: int
     """Number of answers that came in time and were accepted."""
     failed: int
-    """Number of exceptions of the expert, cancellations by its runtime, and requests that its pool refused."""
+    """Number of requests that ended with an error (of the expert, or of the connection to its server), that the runtime
+    cancelled, or that the pool refused, for example because it was closed."""
     anomalous: int
     """Number of answers with NaN or infinity, under ``detect_anomalies``."""
     given_up: int
     """Number of requests for which the mixture stopped waiting."""
     late: int
-    """Number of ``given_up`` requests whose answers came after all, and were ignored."""
+    """Number of ``given_up`` requests whose answers came after the wait had ended, and were ignored."""
     latency_mean: float
-    """Mean time in seconds from request to answer, over the last 1000 answers in time; 0 without any. The next three
-    fields cover the same answers."""
+    """Mean time in seconds from request to answer, over the last 1000 of the ``answered`` requests; 0 without any. The
+    next three fields cover the same requests."""
     latency_p50: float
     latency_p99: float
     latency_max: float
@@ -59,7 +60,7 @@ class BackendStats(NamedTuple):
 
 
 class BackendLog:
-    """Logs missing answers of a backend: the first one immediately, later ones at most every ``LOG_PERIOD_S``.
+    """Logs missing answers of a backend: the first one immediately, later ones at most every ``LOG_PERIOD_S`` seconds.
     Thread-safe.
     """
 
@@ -82,7 +83,7 @@ class BackendLog:
         logger.warning("a mixture continues without the %s answer of %s: %s%s", pass_name, self._name, error, more)
 
     def idle(self, pool: RequestPool) -> None:
-        """Log, once, that requests wait in a pool that no runtime serves."""
+        """Log that a mixture waits for a pool that is not served; do nothing after the first call."""
         with self._lock:
             if self._idle_logged:
                 return

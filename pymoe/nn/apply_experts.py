@@ -68,9 +68,9 @@ def apply_experts(
     ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts, in one native call and, with gradients on
     the CPU, one node of autograd. Outputs and gradients are bit for bit those of the separate operators. One call is
     faster for few tokens, as in text generation, where the overhead of Python is a large part of the time. The
-    operators run one after the other with gradients on a GPU or with quantised weights, inside transforms of
-    :mod:`torch.func`, under hooks of saved tensors (checkpoints), in compiled code with gradients, and with a function
-    as the activation.
+    operators run one after the other if a function is the activation, inside transforms of :mod:`torch.func`, on a GPU
+    with :class:`pymoe.ops.use_products_of`, and, with gradients, on a GPU, for quantised weights, under hooks of saved
+    tensors (checkpoints), and in traced or compiled code.
 
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own. In bfloat16 on GPUs
     of compute capability 9.0 and 10.0, where torch computes the products, a bias is added in float32 to a product
@@ -101,7 +101,8 @@ def apply_experts(
     Raises:
         TypeError: an argument is of the wrong kind or dtype.
         ValueError: a rank, size, device or ``capacity`` does not fit.
-        IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: it is negative).
+        IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: it is negative). On a GPU, this is
+            checked only with :class:`pymoe.ops.check_indices`.
 
     Example:
         >>> x, w_in, w_out = torch.randn(5, 16), torch.randn(4, 64, 16), torch.randn(4, 16, 32)

@@ -34,10 +34,10 @@ class ChoosingLayer(Protocol):
     """K, the number of experts per token; None if only a forward tells it."""
 
     def observe(self, keep: Callable[[Tensor], None]) -> Removable:
-        """From now on, call ``keep`` in every forward of the layer with the chosen experts, (T, K) integers."""
+        """Call ``keep`` with the chosen experts, (T, K) integers, in every forward until the hooks are removed."""
 
     def replace(self, choice_TK: Tensor, used: Callable[[Tensor], None]) -> Removable:
-        """From now on, replace the choice of every forward; the router's own rule computes the weights.
+        """Replace the choice of every forward until the hooks are removed; the router's own rule computes the weights.
 
         Args:
             choice_TK: (T, K) int64, the experts to use.

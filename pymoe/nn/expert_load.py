@@ -1,4 +1,4 @@
-"""The load of the experts: how many slots each expert got in the last forward of every layer of a model.
+"""The load of the experts: for how many slots each expert was chosen in the last forward of every layer of a model.
 
 A :class:`pymoe.nn.MoE` keeps its load itself. A :class:`CountedLoad` keeps the load of other experts: it is attached to
 them as a submodule, and its ``count`` is called for every choice.
@@ -30,7 +30,10 @@ class CountedLoad(LocalTensors):
         )
 
     def count(self, experts_TK: Tensor) -> None:
-        """Set the load to that of ``experts_TK``, (T, K); do nothing inside torch.func transforms or torch.export."""
+        """Set the load to that of ``experts_TK``, (T, K), and count a forward.
+
+        Do nothing inside transforms of :mod:`torch.func` or :func:`torch.export`.
+        """
         if in_torch_func() or is_exporting():
             return
         self.follow(experts_TK.device)
@@ -43,7 +46,7 @@ def load_of(experts_TK: Tensor, num_experts: int) -> Tensor:
     """Return (E,) int32, the number of slots of each expert; indices of E and above are not counted.
 
     Args:
-        experts_TK: (T, K) integers.
+        experts_TK: (T, K) integers, none negative.
         num_experts: E, the number of experts.
     """
     flat = experts_TK.reshape(-1).clamp(max=num_experts)
@@ -63,7 +66,8 @@ def expert_load(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         A load (E,) int32 for each layer, on its device, keyed by the name of the ``MoE`` or of the other library's
-        experts within the model. A ``MoE`` that was not called has a load of zero.
+        experts within the model (``"moe"`` or ``"experts"`` for the model itself). A ``MoE`` that was not called has a
+        load of zero.
 
     Raises:
         TypeError: ``model`` is not a module.

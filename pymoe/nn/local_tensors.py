@@ -15,12 +15,12 @@ from pymoe.ops.function_calls import call
 
 
 class LocalTensors(nn.Module):
-    """Named tensors that follow the device of the module that holds them.
+    """Named tensors that follow the device of the module that contains them.
 
     They are not buffers on purpose. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
     forward, which would overwrite the counts that other ranks gathered over their micro-batches; ``module.bfloat16()``
-    would change its dtype; and ``to_empty()`` would leave garbage in it. These tensors keep their dtype, move with
-    their module, become zero when they leave the meta device, and are not in the ``state_dict``.
+    would change its dtype if it is floating; and ``to_empty()`` would leave garbage in it. These tensors keep their
+    dtype, move with their module, become zero when they leave the meta device, and are not in the ``state_dict``.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
@@ -93,12 +93,11 @@ class LastCall(LocalTensors):
     def keep_pending(self, compute: Callable[[], dict[str, Tensor]], *inputs: Tensor) -> None:
         """Store ``compute``, which returns the values of the last call, and call it when the values are first read.
 
-        In a CUDA graph and in compiled code, ``compute`` is called immediately.
+        Where values are copied (in compiled code, and from the first capture of a CUDA graph on), ``compute`` is called
+        immediately.
 
         Args:
-            compute: returns the values by name. It may run after further calls of the layer, and holds ``inputs`` until
-                then. It must be a ``functools.partial`` of a module-level function, so that it can be copied with the
-                layer.
+            compute: returns the values by name. It may run much later, and keeps ``inputs`` alive until then.
             inputs: the tensors of the call that ``compute`` reads.
         """
         if self._may_hold(*inputs):

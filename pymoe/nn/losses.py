@@ -106,13 +106,15 @@ class AuxiliaryLosses(nn.Module):
         """Factor of the injected losses; see :func:`set_aux_loss_scale`."""
 
     def injects(self) -> bool:
-        """Return whether a forward injects a loss: in training, if a coefficient is not 0."""
+        """Return whether a forward injects a loss: in training, if a coefficient is greater than 0."""
         return self.training and (self.aux_loss_coef > 0 or self.z_loss_coef > 0)
 
     def forward(
         self, gate: Gate, logits_TE: Tensor, *, load: Tensor | None = None, share: float | Tensor = 1.0
     ) -> tuple[Tensor, RouterLosses]:
-        """Return the weights (T, K) of the gate, which inject the losses in their backward, and the detached losses.
+        """Return the weights (T, K) of the gate, and the detached losses.
+
+        If :meth:`injects` is true, the backward of the returned weights injects the losses.
 
         Args:
             gate: the router's choice for the logits.
@@ -176,7 +178,7 @@ class AuxiliaryLosses(nn.Module):
 
 
 def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Scale the auxiliary losses that the layers of ``model`` inject from their next forward on.
+    """Set the factor of the auxiliary losses that the layers of ``model`` inject from their next forward on.
 
     A factor of the model's own loss does not scale an injected loss. So if you scale the model's own loss before its
     backward, pass the same factor here before the forward:
@@ -186,8 +188,12 @@ def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
       example ``scaler.scale(torch.ones((), device=device))``, saves the host synchronisation.
 
     Args:
-        model: any module that holds :class:`pymoe.nn.MoE` layers.
+        model: any module that contains :class:`pymoe.nn.MoE` layers; others are ignored.
         scale: a number, or a scalar tensor on the layers' device.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``scale`` is neither a number nor a tensor.
+        ValueError: ``scale`` is not finite, or a tensor that is not floating or has several elements.
 
     Example:
         >>> moe = pymoe.nn.MoE(16, 32, num_experts=4, top_k=2, aux_loss_coef=0.01)

@@ -105,8 +105,9 @@ class MoE(nn.Module):
     and the output has that dtype, as for ``nn.Linear``.
 
     **Experts on several ranks**: :func:`pymoe.ep.shard` spreads the experts of a model over a process group. With
-    ``expert_parallel`` the ranks of the group construct such a layer together, a :class:`pymoe.ep.ShardedMoE`: it has
-    the initial values of a layer in one process, and each rank allocates only its own experts.
+    ``expert_parallel`` the ranks of the group construct such a layer together, a :class:`pymoe.ep.ShardedMoE`: with the
+    same seed on all ranks, it has the initial values of a layer in one process. Each rank allocates only its own
+    experts.
 
     The layer works under ``torch.utils.checkpoint`` (the load for the expert bias is counted once, gradients are
     equal bit for bit), ``torch.compile`` (``fullgraph=True`` with the native backend), ``copy.deepcopy`` and
@@ -127,8 +128,9 @@ class MoE(nn.Module):
         top_k: K, experts per token, in 1..E. It is an attribute of the router, and may be set between calls.
         activation: a kind of :func:`pymoe.ops.expert_activation`: ``"swiglu"``, ``"gelu"``, ``"relu"`` and others.
         score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
-            task's gradient of the router exactly 0: use ``renormalize=False`` there, as Switch Transformer does.
+        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 (before
+            ``scale``) and the task's gradient of the router exactly 0: use ``renormalize=False`` there, as Switch
+            Transformer does.
         bias_update_rate: step of the expert bias; 0 for none. DeepSeek-V3 trains with 0.001.
         num_groups: choose from the best ``topk_groups`` of this many groups of experts (DeepSeek-V3).
         topk_groups: see ``num_groups``; both must be given, or neither.
@@ -310,7 +312,8 @@ class MoE(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> MoE:
-        """Set training or evaluation mode. When training ends, warn if nothing has balanced the experts.
+        """Set training or evaluation mode. When training ends after 100 steps or more, warn if nothing balanced
+        experts.
 
         Args:
             mode: true for training, false for evaluation.
@@ -372,7 +375,10 @@ class MoE(nn.Module):
         return ", ".join([*text, f"backend={self.backend!r}"])
 
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
-        """Keep only this rank's experts; allocate and initialise the parameters that are still on the meta device."""
+        """Keep only this rank's experts; then allocate and initialise them and the shared experts.
+
+        If the router is on the meta device, the experts stay there, too.
+        """
         self._shard(ranks)
         device = self.router.weight.device
         if device.type != "meta":

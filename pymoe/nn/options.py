@@ -2,9 +2,10 @@
 
 Error messages name the layer, the argument, the rule and the value found, like those of :mod:`pymoe._common.checks`.
 
-Constructors create parameters of the right shapes and dtypes, and ``load_state_dict`` keeps them so. But users may
-assign parameters or replace modules. The operators would reject most wrong parameters without naming them; torch would
-reject the others or broadcast them silently. Therefore the layers check their parameters.
+Constructors create parameters of the right shapes and dtypes. But users may assign parameters or replace modules, and
+``load_state_dict(assign=True)`` takes dtypes and devices from the state. The operators would reject most wrong
+parameters without naming them; torch would reject the others or broadcast them silently. Therefore the layers check
+their parameters.
 
 Parameters are checked directly before they are used: inside the call of the submodule that has them, or by the layer if
 it computes the result in place of the submodule. Earlier, parameters may be on another device, sharded or in another
@@ -161,9 +162,9 @@ def warn_once(subject: str, message: str, stacklevel: int = 2) -> None:
 def as_rows(x: Tensor, hidden_size: int) -> Tensor:
     """Return the tokens of (..., H) as (T, H), one after the other in memory.
 
-    Every forward of a layer calls this first, because the rounding of torch's matrix products depends on the strides
-    of their operands, even for a single row. For a single row ``is_contiguous()`` ignores the row stride, so this
-    function compares the strides themselves.
+    Every forward of a :class:`pymoe.nn.MoE` calls this before any product, because the rounding of torch's matrix
+    products depends on the strides of their operands, even for a single row. For a single row ``is_contiguous()``
+    ignores the row stride, so this function compares the strides themselves.
 
     Args:
         x: (..., H).
@@ -176,7 +177,7 @@ def as_rows(x: Tensor, hidden_size: int) -> Tensor:
 def linear(x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, *, row_invariant: bool) -> Tensor:
     """Return ``F.linear(x_TH, weight, bias)`` (T, N); with ``row_invariant``, a row's bits depend only on that row.
 
-    The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and always do for a
+    The matrix products of BLAS may sum a row in another order if there are more or fewer rows, and usually do for a
     single row. :func:`pymoe.ops.grouped_linear` always uses the same order, so equal tokens give equal bits in every
     batch, and on every rank that has a part of a batch. The same holds for the gradient of ``x_TH``.
 

@@ -30,10 +30,10 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
     ``MADV_WILLNEED``); the disk reads them while the first experts are computed. Results have the same bits. Which
     pages stay in memory is up to the system, which drops those that were not used for longest.
 
-    Looking for missing pages takes 2 microseconds per MB even if no page is missing: use this only for models that do
+    Looking for missing pages takes 1 to 2 microseconds per MB even if none is missing: use this only for models that do
     not fit into memory. If the process neither owns the files nor may write to them, Linux does not tell it which pages
-    are missing; the layer then asks for all pages of the chosen experts, which takes ten times as long if they are in
-    memory. Copies and pickles of layers keep the option, but it has no effect on them, since their weights are not
+    are missing; the layer then asks for all pages of the chosen experts, which takes over ten times as long if they are
+    in memory. Copies and pickles of layers keep the option, but there it only costs time, since their weights are not
     mapped from files. Nothing is prefetched for experts with hooks or with a function as the activation, nor in calls
     that record gradients. ``torch.compile`` recompiles a graph when the option changes.
 
@@ -46,8 +46,9 @@ def prefetch_experts(model: nn.Module, enabled: bool = True) -> int:
 
     Raises:
         TypeError: ``model`` is not a module, or ``enabled`` is not a bool.
-        ValueError: no quantised experts of ``model`` are mapped from files, or some are spread over ranks.
-        OSError: the system has no ``/proc/self/maps``, the list of the process's mappings.
+        ValueError: no quantised experts of ``model`` are mapped from files, or some are spread over ranks; not if
+            ``enabled`` is False.
+        OSError: the system has no ``/proc/self/maps``, the list of the process's mappings; not if ``enabled`` is False.
 
     Example:
         >>> import tempfile

@@ -111,7 +111,12 @@ class QuantizedDenseLinear(QuantizedLinear):
     def from_quantized(
         cls, weight: QuantizedWeight, backend: Backend = "native", *, bias: Tensor | None = None
     ) -> QuantizedDenseLinear:
-        """Return a layer with ``weight``, (1, N, H), and with ``bias``, as for :meth:`from_weight`."""
+        """Return a layer with ``weight``, (1, N, H), and with ``bias``, as for :meth:`from_weight`.
+
+        Raises:
+            TypeError: ``weight`` is not a quantised weight.
+            ValueError: ``weight`` is of several experts or inconsistent, or ``bias`` has another shape.
+        """
         check_quantized("QuantizedDenseLinear.from_quantized", "weight", weight)
         packed, bits, outputs, inputs, format, _ = QuantizedWeight(*weight)
         if packed.shape[0] != 1:
@@ -372,7 +377,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers that PEFT or torch.compile has wrapped in another module, with the names of these modules."""
+    """Yield (name of the wrapper, layer) for each linear layer that PEFT or torch.compile has wrapped."""
     for name, module in model.named_modules():
         path, _, own = name.rpartition(".")
         if own in ("base_layer", "_orig_mod") and isinstance(module, nn.Linear):

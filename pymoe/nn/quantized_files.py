@@ -93,8 +93,8 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: there is no such file.
-        ValueError: the file is of another kind or version, holds weights of an unknown format, is cut short, or its
-            tensors do not match its options. Files of version 1 are refused only if they hold integers of 4 bits.
+        ValueError: the file is of another kind or version, contains weights of an unknown format, is cut short, or its
+            tensors do not match its options. Files of version 1 are refused only if they contain integers of 4 bits.
 
     Example:
         >>> import tempfile

@@ -46,7 +46,7 @@ class Routes:
 
         Raises:
             ValueError: there is no forward; or there are several, and some have tokens that are not (B, S) with the
-                same B, or called other layers.
+                same B, called other layers, or called a layer for only some of the tokens.
         """
         if not self.forwards:
             raise ValueError("Routes: expected at least one recorded forward, got none")
@@ -162,8 +162,9 @@ def replay_routing(model: nn.Module, routes: Routes) -> Iterator[None]:
         ValueError: the routes differ from the model in the number of layers, tokens, choices or experts; they were
             recorded for other ids; the recorded forwards cannot be joined; or a router would choose other experts and
             cannot give the weights of the recorded ones, for example because it has masked the scores of some groups.
-        RuntimeError: the block contains no forward, or more than one; a layer ran twice, or not at all; code is
-            compiled; or the backward pass must recompute activations, but is not in the block.
+        RuntimeError: the block contains no forward, or more than one; a layer ran twice, not at all, or outside of a
+            forward of the model; code is compiled; or the backward pass must recompute activations, but is not in the
+            block.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))
@@ -213,7 +214,7 @@ class _Replay:
         self.checkpointed = self.recomputed = False
 
     def begin(self, shape: tuple[int, ...] | None, ids: Tensor | None) -> None:
-        """Begin the forward. Raise unless it is the first one, and its tokens are those that were recorded."""
+        """Begin the forward. Raise unless it is the first one, with the recorded shape and ids (None fits any)."""
         if self.begun:
             raise RuntimeError("replay_routing: expected one forward of the model in the block, got another")
         self.begun, self.grad = True, torch.is_grad_enabled()
@@ -258,7 +259,7 @@ class _Replay:
 
 
 def _in_checkpoint() -> bool:
-    """Return whether the forward runs inside ``torch.utils.checkpoint``, which will repeat it."""
+    """Return whether the forward runs inside a ``torch.utils.checkpoint`` with ``use_reentrant=False``."""
     hooks = private.top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 

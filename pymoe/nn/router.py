@@ -58,8 +58,8 @@ class Router(nn.Module):
         num_experts: E, the number of experts.
         top_k: K, in 1..E.
         score: ``"softmax"`` or ``"sigmoid"``.
-        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 and the
-            task's gradient of the router exactly 0: use ``renormalize=False`` there.
+        renormalize: divide the weights of a token by their sum. With ``top_k=1`` that makes every weight 1 (before
+            ``scale``) and the task's gradient of the router exactly 0: use ``renormalize=False`` there.
         bias_update_rate: the step by which an update moves an expert's bias; 0 for a router without ``expert_bias``.
         num_groups: number of groups of experts (DeepSeek-V3); divides E, and is given together with ``topk_groups``.
         topk_groups: number of best groups from which experts are chosen.
@@ -151,10 +151,10 @@ class Router(nn.Module):
         self.row_invariant = False
         self.replaced: Callable[[Gate, Tensor], Gate] | None = None
         """If set, takes the gate and logits of a forward, and returns the gate to use instead; see
-        :mod:`pymoe.nn.replay`."""
+        :mod:`pymoe.nn.replay`. Only :meth:`forward` calls it, which a layer may bypass unless the router has a hook."""
         self.bias_was_updated = False
-        """True once ``update_expert_biases`` has changed the bias, or once it was loaded: it may then be meant to stay
-        fixed."""
+        """True once ``update_expert_biases`` has updated the bias, or a state with it was loaded: the bias may then be
+        meant to stay fixed."""
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -176,7 +176,7 @@ class Router(nn.Module):
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
-        """Set training or evaluation mode. When training ends, warn if the expert bias was never updated.
+        """Set training or evaluation mode. When training ends after 100 steps or more, warn if the expert bias is zero.
 
         Args:
             mode: true for training, false for evaluation.
@@ -365,14 +365,15 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
     Call this after every ``optimizer.step()``. It computes
     ``expert_bias += bias_update_rate * sign(mean load - load)`` (arXiv 2408.15664, algorithm 1; DeepSeek-V3,
     arXiv 2412.19437). The load is the number of slots for which each expert was chosen in all backward passes since
-    the last update, over all micro-batches of an optimizer step. A router that saw no tokens stays unchanged.
+    the last update, over all micro-batches of an optimizer step; each update resets it to zero. The bias of a router
+    that saw no tokens stays unchanged.
 
     A layer does not call this itself, since it cannot know when an optimizer step is complete. If
     ``torch.distributed`` is initialised, the loads of all layers are first summed over ``group`` in one all-reduce, so
     that the ranks' biases stay equal; every rank of the group must then call this for the same routers.
 
     Args:
-        model: any module that holds :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers, or a model of
+        model: any module that contains :class:`pymoe.nn.Router` or :class:`pymoe.nn.MoE` layers, or a model of
             transformers after :func:`pymoe.integrations.transformers.add_expert_biases`. Layers without an
             ``expert_bias`` are skipped; if no layer has one, a ``UserWarning`` is given once.
         group: the ranks of data parallelism, which share the model's tokens; ``None`` means all ranks.

@@ -22,7 +22,7 @@ class Block:
 
     Raises:
         TypeError: a size is not an int.
-        ValueError: a size is out of range.
+        ValueError: a size is out of range or does not fit the others, or the dtype is unknown.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Block:
     """Dtype of weights, gradients and rows."""
 
     def __post_init__(self) -> None:
-        """Raise unless all sizes are in range and consistent with each other."""
+        """Raise unless all sizes are in range and consistent with each other, and the dtype is known."""
         for name in ("hidden", "ffn", "experts", "layers", "groups"):
             at_least("Block", name, getattr(self, name), 1)
         at_least("Block", "shared_ffn", self.shared_ffn, 0)

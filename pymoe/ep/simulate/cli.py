@@ -16,11 +16,14 @@ from pymoe.ep.simulate.simulation import Simulation, simulate, text
 
 SIZES = ("hidden", "ffn", "experts", "choices", "layers", "shared_ffn", "groups", "kept_groups", "dtype")
 OWN = ("hidden", "ffn", "experts", "choices")
-"""Options that must all be given for a model without a preset."""
+"""Options that must all be given for a model without a preset; without any of them, the preset is qwen3-30b-a3b."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 2 if the options are wrong or a file cannot be used."""
+    """Run the command; return the exit status: 0, or 2 if the options do not fit or a file cannot be used.
+
+    If argparse rejects the arguments, it raises SystemExit instead, also with the status 2.
+    """
     options = parser().parse_args(arguments)
     try:
         found = simulation_of(options)
@@ -91,7 +94,10 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
 
 
 def block_of(options: argparse.Namespace) -> Block:
-    """Return the block that the options describe: a preset with given sizes replaced, or a block of given sizes."""
+    """Return the block that the options describe: a preset with given sizes replaced, or a block of given sizes.
+
+    Raise ValueError if only some of the options ``OWN`` are given, without a model.
+    """
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model is not None:
         return replace(PRESETS[options.model], **given)

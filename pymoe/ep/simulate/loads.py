@@ -100,8 +100,8 @@ def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
     """Return a skewed load: the i-th most popular expert is drawn with odds of ``i ** -exponent``.
 
     A token's K experts are drawn one after another without replacement (Plackett-Luce), by adding Gumbel noise to the
-    logarithms of the odds and taking the K largest. Which experts are popular is random in each layer, and the same in
-    all steps of a layer.
+    logarithms of the odds and taking the K largest; with groups, only those in the best groups count. Which experts are
+    popular is random in each layer, and the same in all steps of a layer.
 
     Args:
         block: gives E, K and the groups.
@@ -109,6 +109,10 @@ def zipf(block: Block, tokens: int, exponent: float, *, seed: int = 0) -> Load:
         exponent: at least 0. With 0 all experts are equally likely; with 1 the most popular of E = 128 experts gets
             18 % of the first choices.
         seed: the seed of the random numbers.
+
+    Raises:
+        TypeError: a number is of the wrong type.
+        ValueError: ``tokens`` is below 1, or ``exponent`` is negative or not finite.
     """
     check_number("zipf", "exponent", exponent, minimum=0)
     logits = -exponent * torch.arange(1, block.experts + 1).log()
@@ -225,7 +229,7 @@ class LoadRecorder:
             K. For models of transformers, K is checked at the end of each step.
 
     Raises:
-        ValueError: the model has no such layer, or layers of several sizes.
+        ValueError: the model has no such layer, or layers of several sizes, or the choice of one cannot be observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -240,7 +244,11 @@ class LoadRecorder:
         self._hooks: list[Removable] = []
 
     def __enter__(self) -> LoadRecorder:
-        """Begin a step: record the choices of all routers until the end of the ``with`` block."""
+        """Begin a step: record the choices of all routers until the end of the ``with`` block.
+
+        Raises:
+            RuntimeError: the block is inside another block of the same recorder.
+        """
         if self._hooks:
             raise RuntimeError("LoadRecorder: expected one block at a time, got a block within another")
         self._seen = {name: [] for name in self.layers}

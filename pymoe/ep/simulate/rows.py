@@ -42,7 +42,7 @@ SPREADS: dict[str, Callable[[Tensor, Tensor, int], Shares]] = {
 with at most one or at most two clones on each rank.
 
 Each value is a function that takes the load of the previous step, (E,), the counts of this step, (R, E), and the
-smallest number of rows for which an expert is cloned. It returns the shares of the ranks.
+smallest number of rows that are moved to a clone. It returns the shares of the ranks.
 """
 
 
@@ -103,8 +103,8 @@ class Spread:
 def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone: int) -> Iterator[Spread]:
     """Yield a :class:`Spread` for every layer and step of ``load``, scaled to ``tokens`` per rank.
 
-    ``name`` is a key of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of rows for which an expert is
-    cloned, before scaling.
+    ``name`` is a key of :data:`SPREADS`. ``min_rows_to_clone`` is the smallest number of rows that are moved to a
+    clone, before scaling.
     """
     source = source_ranks(load.tokens, ranks)
     for before, now in load.with_past():
@@ -115,11 +115,13 @@ def spreads(name: str, load: Load, ranks: int, tokens: float, min_rows_to_clone:
 
 @dataclass(frozen=True)
 class Balance:
-    """The work of the ranks under one way to spread the experts: means over the layers and steps of a load."""
+    """The work of the ranks under one way to spread the experts: means over the layers and steps of a load, except
+    ``worst``.
+    """
 
     name: str
     imbalance: float
-    """Rows of the fullest rank divided by the mean."""
+    """Rows of the fullest rank divided by the mean over ranks."""
     worst: float
     """Largest imbalance among the layers and steps."""
     rows: float

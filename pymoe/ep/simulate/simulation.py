@@ -61,11 +61,11 @@ class Traffic:
     chunks: int
     """Number of parts in which rows travel; it matters only for deduplicated rows."""
     rows: float
-    """Rows that one rank sends per exchange, divided by its number of tokens."""
+    """Rows that one rank sends to other ranks per exchange, divided by its number of tokens."""
     expected: float | None
     """The value of ``rows`` according to the formula for a uniform router; None where the formula does not hold."""
     bytes: float
-    """Bytes that one rank sends in the four exchanges."""
+    """Bytes that one rank sends in the four exchanges, including indices and weights of deduplicated rows."""
     saved: float
     """Fraction of the bytes that is saved compared with a row for each choice."""
 
@@ -81,7 +81,7 @@ class Simulation:
     tokens: int
     """T, the number of tokens per rank and step."""
     min_rows_to_clone: int
-    """Smallest number of rows for which an expert is cloned."""
+    """Smallest number of rows that are moved to a clone."""
     balance: Balance
     """Balance of the chosen spread, for which traffic and memory are computed."""
     balances: tuple[Balance, ...]
@@ -157,7 +157,7 @@ def simulate(
             experts. A token travels to a rank once in every chunk in which it has experts there.
         spread: the way to spread experts for traffic and memory, a key of :data:`~pymoe.ep.simulate.rows.SPREADS`;
             ``balances`` compares all of these ways.
-        min_rows_to_clone: the smallest number of rows for which an expert is cloned; None: the default of
+        min_rows_to_clone: the smallest number of rows that are moved to a clone; None: the default of
             :func:`pymoe.ep.shard`.
         optimizer_bytes: bytes per parameter for optimizer states and master weight; None: those of AdamW.
         recompute: run the forward of each layer again in the backward (activation checkpointing). This changes only
@@ -272,8 +272,8 @@ def expert_parallel(
 ) -> Memory:
     """Return the memory of the fullest rank under expert parallelism.
 
-    The weights of clones are kept for the backward, so they count as activations; their gradients count as buffers of a
-    layer.
+    The weights of clones are kept for the backward, so they count as activations (as buffers with ``recompute``); their
+    gradients count as buffers of a layer.
 
     Args:
         block: the sizes of the layers.
@@ -347,7 +347,8 @@ def _memory(
     """Return the memory of a rank.
 
     The backward of a layer needs buffers for the gradients of rows: b H bytes for each sent row and b (H + 3 F) for
-    each computed row, b being the size of an element in bytes. ``more`` is the size of other buffers in bytes.
+    each computed row, b being the size of an element in bytes. ``more`` is the size of other buffers in bytes. With
+    ``recompute``, only the layers' inputs are saved, and the activations of one layer count as buffers.
     """
     computed, sent = rows
     buffers = block.itemsize * (sent * block.hidden + computed * (block.hidden + 3 * block.ffn)) + more
@@ -398,7 +399,7 @@ def balance_table(simulation: Simulation) -> Table:
 
 
 def traffic_table(simulation: Simulation) -> Table:
-    """Return a table of traffic, with a row for each way in which rows travel and for each alternative parallelism."""
+    """Return a table of traffic: a row for each way in which rows travel, for counts, clones, and each alternative."""
     heading = ("", "rows per token", "formula", "MiB", "saved", *(f"below {name}" for name in simulation.alternatives))
     rows = []
     for one in simulation.traffic:
