@@ -97,13 +97,13 @@ _OTHER_NAMES = {
     **dict.fromkeys(("RemoteExpert", "ExpertClient"), "pymoe.runtime.ExpertClient or pymoe.remote ask experts"),
     **dict.fromkeys(("PipelineStage", "ScheduleGPipe", "Schedule1F1B"), "pymoe.pipeline cuts and runs a model"),
 }
-"""Names of hivemind and of torch.distributed.pipelining, each with what takes its place here."""
+"""Names of hivemind, of torch.distributed.pipelining and of subpackages, each with what to use in its place."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a subpackage on first use, if it needs ``pymoe._runtime``, ``torch.distributed`` or another package.
+    """Import a subpackage, or the subpackage that has ``name``, on first use; raise AttributeError for unknown names.
 
-    Operators and layers work without these.
+    These subpackages need ``pymoe._runtime``, ``torch.distributed`` or another package; operators and layers do not.
     """
     if name in _LAZY_PACKAGES or name in _NEED_MORE:
         return importlib.import_module(f"pymoe.{name}")

@@ -1,4 +1,4 @@
-"""Describes exceptions in one line, for logs and for notes on other exceptions."""
+"""Describes exceptions for logs and for notes on other exceptions, and adds such notes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and message of an exception in one line, or only its type if printing the message fails."""
+    """Return an exception as ``"Type: message"``, or only its type if converting the message to text fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

@@ -23,16 +23,15 @@ LONGEST_WAIT_S = 5.0
 IDLE_LOOKS = 3
 
 _waiting: set[int] = set()
-"""The processes that will wait at exit: this one, and those from which it was forked."""
+"""IDs of the processes that have registered the wait: this one, and those from which it was forked."""
 
 
 def wait_for_gloo_at_exit() -> None:
     """Make this process wait at exit, for at most 5 seconds, until the threads of gloo sleep. Later calls do nothing.
 
-    Without Linux's ``/proc`` there is no wait.
+    Without Linux's ``/proc`` it waits only for 3 milliseconds.
     """
-    # A forked child must register again, because multiprocessing clears inherited finalizers in the children that it
-    # forks.
+    # A forked child must register again, because a Finalize does nothing in another process than the one that made it.
     if os.getpid() not in _waiting:
         _waiting.add(os.getpid())
         # This runs after the failure detectors of pipes, which have higher priorities and still use their process

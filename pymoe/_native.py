@@ -18,7 +18,7 @@ import torch
 
 # Not "pymoe", because the package index has another project of that name.
 DISTRIBUTION = "pymoe-runtime"
-# The process that imported pymoe. A forked child compares its own ID with this one.
+# The ID of the process that imported pymoe. A forked child compares its own ID with this one.
 PROCESS = os.getpid()
 
 
@@ -26,7 +26,8 @@ def load_operators() -> ModuleType:
     """Import ``pymoe._ops``, which registers the operators under ``torch.ops.pymoe``.
 
     Raises:
-        ImportError: the module is missing or does not fit the installed torch; the message says what to run.
+        ImportError: the module is missing, or does not fit this Python or the installed torch; the message says what
+            to run.
     """
     return _load("_ops", "operators")
 
@@ -97,7 +98,7 @@ def build_info() -> dict[str, Any]:
         CUDA kernels, their toolkit and architectures, the GPU, the compilers of the operators and of the runtime (None
         if the runtime cannot be loaded), the CPU instruction set in use (``baseline``, ``v3``, ``v4``, ``v4_bf16`` or
         ``amx``, on aarch64 ``baseline``, ``dotprod`` or ``i8mm``; the environment variable ``PYMOE_CPU_ISA`` may lower
-        it), and torch's number of threads.
+        it), and torch's number of threads. Without CUDA kernels or a GPU, the facts about them are None or False.
 
     Example:
         >>> info = pymoe.build_info()

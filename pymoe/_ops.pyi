@@ -1,4 +1,4 @@
-"""The operator library: importing it registers torch.ops.pymoe. It holds the facts of its build."""
+"""The operator library: importing it registers torch.ops.pymoe. It says how it was built, and its instruction set."""
 
 torch: str
 cuda: str

@@ -2,7 +2,7 @@
 
 The operating system says whether a process on the same host has ended (:class:`Process`). The store of the group
 contains records that all ranks read and write (:class:`GroupStore`). :func:`abort_waits` ends the waits of this
-process. Since it closes connections, it also ends the waits of other ranks for this rank.
+process. Over gloo it closes connections, so it also ends the waits of other ranks for this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-# A tag that no message has: :func:`abort_waits` waits for a message with this tag.
+# No message has this tag or a higher one: :func:`abort_waits` waits for messages with such tags.
 ABORT_TAG = 2**30
 
 
@@ -47,7 +47,9 @@ class Process(NamedTuple):
         return cls(this_host() if found else "", os.getpid(), found[1] if found else "")
 
     def is_here(self) -> bool:
-        """Return whether this is a process of the current host. If not, :meth:`has_ended` is always False."""
+        """Return whether this is a process of the current host and PID namespace. If not, :meth:`has_ended` is always
+        False.
+        """
         return bool(self.host) and self.host == this_host()
 
     def has_ended(self) -> bool:
@@ -59,7 +61,7 @@ class Process(NamedTuple):
 
 
 def _state_and_start(process: int) -> tuple[str, str] | None:
-    """Return the state (a letter) and start time of a process of this host; None if there is no such process."""
+    """Return the state (a letter) and start time of a process of this host; None if ``/proc`` shows no such process."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,8 +75,8 @@ _NOTHING = "no record"
 class GroupStore:
     """Records in the store of a process group; every rank of the group can read and write them.
 
-    Several threads may use one object. After the connection to the store is lost, the methods write nothing, and find
-    no records.
+    Several threads may use one object. After a call to the store has failed or timed out, the methods write nothing and
+    find no records, without an error: see :attr:`lost`.
 
     Args:
         group: the process group.
@@ -98,7 +100,7 @@ class GroupStore:
         if self._shared.timeout != before:
             self._shared.set_timeout(before)
         self.lost: str | None = None
-        """The reason why the store is lost, such as the end of its process; None while it can be reached."""
+        """The message of the first call to the store that failed; None while all calls have succeeded."""
 
     def write(self, key: str, record: object) -> None:
         """Write ``record`` under ``key``, and return when the store has it."""
@@ -107,7 +109,10 @@ class GroupStore:
         self._call("check", [key])
 
     def write_first(self, key: str, record: object) -> Any:
-        """Write ``record`` unless ``key`` has a record already; return the record that the key has now."""
+        """Write ``record`` unless ``key`` has a record already; return the record that the key has now.
+
+        If the store is lost, return ``record`` without writing it.
+        """
         found = self._call("compare_set", key, "", pickle.dumps(record))
         return record if found is None else pickle.loads(found)
 
@@ -133,11 +138,11 @@ class GroupStore:
 
 
 def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Make every wait for messages of these groups in this process raise now. The groups cannot be used after that.
+    """End every wait of this process for messages of these groups now. The groups cannot be used after that.
 
-    gloo cannot abort a wait, but it closes all connections of a context when a wait on one of them times out. So this
-    function waits a millisecond for a message that is never sent. NCCL's operations are aborted: they raise nothing,
-    but streams no longer wait for them.
+    gloo cannot abort a wait, but it closes all connections of a context when a wait on one of them times out: the other
+    waits then raise. So this function waits a millisecond for a message that is never sent. Operations of other
+    backends are aborted; those of NCCL raise nothing, but streams no longer wait for them.
     """
     for group, device in [(one, device) for one in groups for device in one._device_types]:
         backend: Any = group._get_backend(device)
@@ -157,7 +162,7 @@ def abort_waits(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def is_about_connections(error: BaseException) -> bool:
-    """Return whether an error says that a message could not be sent or received."""
+    """Return whether an error comes from torch.distributed, or its message is about gloo, NCCL or a connection."""
     pattern = r"gloo|nccl|pair closure|connection (was )?(closed|reset|refused|lost)|socket"
     says_so = isinstance(error, RuntimeError) and re.search(pattern, str(error), re.I)
     return isinstance(error, dist.DistError) or bool(says_so)

@@ -128,7 +128,7 @@ class TaskPool:
     ) -> None:
         """``schema``: tensors like those of a request."""
     def _idle_is_known(self) -> None:
-        """Return whether waiting threads have been warned that no runtime serves the pool."""
+        """Record that a warning has said that no runtime serves the pool, so that it is not repeated."""
     def _is_exclusive_with(self, other: typing.Any) -> bool:
         """Return whether batches of the two pools never overlap; True for the pool itself."""
     def _room(self) -> collections.abc.Callable[[], None]:

@@ -1,8 +1,9 @@
 """Tests private names of torch before any result depends on them.
 
 A name may still exist in another version of torch and do something else: a method may never be called, a function may
-always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names once
-per process, on a new thread without modes, transforms or autocast, and raises if one of them fails.
+always return the same answer. Code that relies on a name therefore calls a canary first. A canary tries its names until
+they have passed once in the process, on a new thread without modes, transforms or autocast, and raises if one of them
+fails.
 
 ``tests/test_torch_canaries.py`` gives the reason for each name that no canary exercises. It replaces each of the other
 names with one that does nothing, and then the canary must raise.
@@ -40,7 +41,8 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
 
     Returns:
         A function without arguments, which takes about 50 ns once it has passed. It raises RuntimeError if a name does
-        not work as pymoe expects.
+        not work as pymoe expects, and the error of torch if this process is a fork in which torch cannot run a backward
+        pass.
     """
 
     @cache
@@ -335,7 +337,7 @@ def _raises(function: Callable[[], object]) -> bool:
 
 @canary
 def transforms() -> Exercises:
-    """Exercise the names that tell whether torch.func or forward mode differentiates a call."""
+    """Exercise the names that tell whether a call runs inside a transform of torch.func or in forward mode."""
     x = torch.ones(2, dtype=torch.float64, device="cpu")
     seen: list[Any] = []
 

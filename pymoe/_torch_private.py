@@ -1,12 +1,12 @@
 """Lists the private names of torch on which pymoe depends, with the reason why no public name will do.
 
-No other module of pymoe uses a name of torch that begins with an underscore (``tests/test_torch_private.py``), except
-that ``pymoe.reference`` and ``pymoe._common``, which may not import this module, take ``FakeTensor`` from torch. All of
-these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are missing. The
-objects are torch's own, so calls through this module have no extra cost.
+No other module of pymoe imports a name of torch that begins with an underscore (``tests/test_torch_private.py``),
+except that ``pymoe.reference`` and ``pymoe._common``, which may not import this module, take ``FakeTensor`` from torch.
+All of these names exist in torch 2.11.0, 2.13.0 and 2.15.0. After an update of torch the test says which ones are
+missing. The objects are torch's own, so calls through this module have no extra cost.
 
-The names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported; they are listed in
-``ATTRIBUTES``.
+Most names are torch's, without the underscore. Attributes of torch's objects cannot be re-exported: other modules use
+them directly, and ``ATTRIBUTES`` lists them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ detect_fake_mode = _guards.detect_fake_mode
 OpOverload = _ops.OpOverload
 OpOverloadPacket = _ops.OpOverloadPacket
 HigherOrderOperator = _ops.HigherOrderOperator
-# The base classes of all batch norms, of all lazy norms, and of all norms with running statistics. Each public class
-# covers a single number of dimensions.
+# The base classes of all batch norms, of all lazy norms, and of all norms with running statistics. No public class is
+# the base of them all.
 BatchNormBase = _batchnorm._BatchNorm
 LazyNormBase = _batchnorm._LazyNormBase
 NormBase = _batchnorm._NormBase
@@ -67,10 +67,11 @@ _C: Any = torch._C
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 # Makes the running backward pass call a function at its end, unless it raises.
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
-# The class of nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is the class of all nodes.
+# The base class of the nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is that of all
+# nodes.
 FunctionBase = torch._C._FunctionBase
 # Creates an autograd node whose backward raises an error with a given message. A ``torch.autograd.Function`` for this
-# takes twice as long.
+# takes several times as long.
 DelayedError: Any = _C._functions.DelayedError
 # Returns the sequence number that this thread's next node will have. The engine runs ready nodes in descending order of
 # their sequence numbers.
@@ -78,10 +79,10 @@ get_sequence_nr: Any = _C._autograd._get_sequence_nr
 # Returns whether the backward pass that this thread is running was started with ``retain_graph``, which a node's
 # backward cannot see otherwise.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
-# The ID of the backward pass that this thread is running; -1 if it is running none.
+# Returns the ID of the backward pass that this thread is running; -1 if it is running none.
 current_graph_task_id: Any = _C._current_graph_task_id
-# Sets a tensor's version counter; ``autograd._unsafe_preserve_version_counter`` is private, too, and only a context
-# manager.
+# Sets the version counters of a tuple of tensors; ``autograd._unsafe_preserve_version_counter`` is private, too, and
+# only a context manager.
 unsafe_set_version_counter: Any = _C._autograd._unsafe_set_version_counter
 # ``autograd.Function.apply`` calls the ``apply`` of this base class, which is the part that records the node.
 # FunctionMeta is the metaclass of both classes.
@@ -117,7 +118,7 @@ len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
 push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
-# The base class of modes that are called for every operator. Its public name is not documented.
+# The base class of modes that are called for every operator. torch offers it only in a private module.
 TorchDispatchMode = _dispatch.TorchDispatchMode
 # A context manager that leaves all dispatch modes.
 disable_current_modes: Any = _dispatch._disable_current_modes
@@ -149,7 +150,7 @@ dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
 # The dispatch keys that come after those of autograd.
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset
-# Adds many pairs of tensors in one kernel; ``torch.optim`` uses it, too.
+# Adds many pairs of tensors in one call; ``torch.optim`` uses it, too.
 foreach_add_: Any = torch._foreach_add_
 # The operator that torch.export puts into graphs that are valid only for the dtypes of their example inputs.
 assert_tensor_metadata: Any = torch.ops.aten._assert_tensor_metadata.default
@@ -207,8 +208,8 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
 
 # Modules of torch that are slow to import; they are imported when the name is first used.
 _LAZY = {
-    # The base class that torch's pipeline schedules require of a stage. The public class that derives from it builds
-    # its own submodule and does its own communication.
+    # The base class that torch's pipeline schedules require of a stage. The public class that derives from it,
+    # PipelineStage, itself calls the stage's submodule and communicates with the other stages.
     "PipelineStageBase": ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
     # Settings for symbolic shapes, which torch.export reads and does not offer as options.
     "fx_config": ("torch.fx.experimental._config", ""),

@@ -9,7 +9,7 @@ NEWEST_TESTED = "2.15"
 
 
 def warn_of_newer_torch(version: str) -> None:
-    """Warn if ``version``, such as ``"2.15.0+cpu"``, has a later minor release than the newest tested version."""
+    """Warn if ``version``, such as ``"2.15.0+cpu"``, is of a later (major or minor) release than every tested one."""
     if _release(version) > _release(NEWEST_TESTED):
         warnings.warn(
             f"pymoe was tested with torch up to {NEWEST_TESTED}, and this is torch {version}: it uses private names of "

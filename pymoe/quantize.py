@@ -1,4 +1,4 @@
-"""Quantises the experts of a published checkpoint, and on request its dense layers, without loading it as a whole.
+"""Quantises the experts of a checkpoint, and on request its dense layers, without loading it as a whole.
 
     python -m pymoe.quantize FOLDER OUT [--bits 8|4] [--format int|mxfp|fp|affine|stored] [--linear-bits 8|4]
                              [--max-shard-size SIZE]
@@ -14,8 +14,8 @@ split, FILE is its first part. If the file's folder has a config.json, that is u
 are copied, too; otherwise the file's metadata are used.
 
 OUT is the folder of the quantised model; ``from_pretrained(OUT)`` maps it into memory once
-:mod:`pymoe.integrations.transformers` is imported. Until all weights are packed, they are in unnamed files next to OUT:
-while the command runs, it needs memory for about one layer's experts, and twice the size of OUT on the disk.
+:mod:`pymoe.integrations.transformers` is imported. Until the model is saved, packed weights are in unnamed files next
+to OUT: the command needs memory for about one layer's experts, and twice the size of OUT on the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GGUF = ".gguf"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 1 if no model was written."""
+    """Run the command; return the exit status: 0, or 1 if no model was written. A wrong command line exits with 2."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
     parser = CommandLine(prog="python -m pymoe.quantize", description=description)
     parser.add_argument(
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file, not of a folder."""
+    """Return whether a path ends in ``.gguf`` and is not that of a folder; the file need not exist."""
     return path.suffix == GGUF and not path.is_dir()
 
 
@@ -103,7 +103,8 @@ def convert(
         ImportError: transformers is missing.
         OSError: files cannot be read or written.
         RuntimeError: transformers cannot convert the checkpoint's tensors.
-        ValueError: ``folder`` contains no model that can be quantised, or ``out`` contains files.
+        ValueError: ``folder`` contains no model that can be quantised, ``out`` contains files, or ``bits``, ``format``
+            and ``linear_bits`` do not fit each other or the checkpoint.
     """
     file = folder if is_gguf(folder) else None
     folder = folder.parent if file else folder

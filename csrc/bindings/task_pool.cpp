@@ -359,7 +359,7 @@ void bind_task_pool(py::module_& module) {
           py::arg("other"), "Return whether batches of the two pools never overlap; True for the pool itself.")
       .def(
           "_idle_is_known", [](const py::object& self) { native(self.ptr()).pool->tell_idle(); },
-          "Return whether waiting threads have been warned that no runtime serves the pool.")
+          "Record that a warning has said that no runtime serves the pool, so that it is not repeated.")
       .def(
           "_room",
           [](const py::object& self) {

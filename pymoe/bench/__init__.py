@@ -1,5 +1,5 @@
 """``python -m pymoe.bench``: properties of the build, and its speed on this machine.
 
-It prints one line for every operator, shape and dtype of :mod:`pymoe.bench.operators`, and for the whole layer. A line
-shows time and correctness together: a native operator whose result differs from the reference is never shown as fast.
+``run`` prints a line for every case of :mod:`pymoe.bench.operators`, and for the whole layer. A line shows time and
+correctness together: the time of a native operator whose result is wrong is shown with ``WRONG`` in the same line.
 """

@@ -26,7 +26,7 @@ class Target:
     """The target of a benchmark line: the native call is at least ``ratio`` times as fast as ``over``."""
 
     over: Literal["reference", "baseline", "floor", "seconds"]
-    """What the native call is compared with. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of as many
+    """What the native call is compared with. ``floor`` is ``copy_`` of as many bytes, or ``torch.mm`` of about as many
     operations; ``ratio`` is then a share of the floor's rate.
 
     With ``seconds``, ``ratio`` is instead the time limit of a call on the device, in seconds: without the launch if
@@ -43,13 +43,15 @@ class BenchCase:
     dtype: torch.dtype
     make: Callable[[torch.Generator], Sample]
     bytes: int
-    """Minimum number of bytes that a call moves through memory: each input read once, each output written once."""
+    """Minimum number of bytes that a call moves through memory: each large input read once, each large output written
+    once. Small tensors, such as offsets, may be left out; of products with quantised weights, only the weights count.
+    """
     flops: int = 0
     """Number of floating-point operations of a call if they determine the floor, else 0."""
     backward: bool = False
     """True to time forward and backward together; some tensors that ``make`` returns then require grad."""
     source: str = ""
-    """Name of the model or paper that publishes this shape."""
+    """Name of the model, paper or library that publishes this shape, or a description; empty if there is none."""
     baseline: Callable[..., Any] | None = None
     """The same computation in plain torch, as a user would write it, without the reference's efforts at exactness."""
     target: Target | None = None
@@ -114,7 +116,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in ``value``, in order."""
+    """Return all tensors in ``value`` and its tuples, lists and dicts, in order."""
     found: list[Tensor] = []
     map_tensors(value, found.append)
     return found
@@ -126,9 +128,10 @@ def mapped(sample: Sample, function: Callable[[Tensor], Any]) -> Sample:
 
 
 def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a copy, on ``device`` if given, with the strides of ``value`` and its storage offset modulo 16.
+    """Return a detached copy, on ``device`` if given, with the strides of ``value`` and its storage offset modulo 16.
 
-    Elements of the storage that lie between those of ``value`` are copied, too.
+    Elements of the storage that lie between those of ``value`` are copied, too. A tensor without elements gets the
+    storage offset 0.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True) if size)
     device = value.device if device is None else device

@@ -42,7 +42,10 @@ SCHEMA = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the exit status: 0, 1 if a result was wrong, 2 if the command line was wrong."""
+    """Run a subcommand; return the exit status: 0, 1 if a result was wrong or a call failed, 2 after another error.
+
+    Exits with status 2 if the command line cannot be parsed.
+    """
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -129,7 +132,9 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    """Run the command ``run``, which measures the selected lines; return 1 if a result is not correct, else 0."""
+    """Run the command ``run``, which measures the selected lines; return 1 if a result is wrong or a call failed, else
+    0.
+    """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device")
     if options.cpu_time and (options.device != "cpu" or options.threads not in (None, 1)):
@@ -169,7 +174,7 @@ def run_run(options: argparse.Namespace) -> int:
     }
 
     def keep() -> None:
-        """Write the results so far, in case the next line ends the process."""
+        """Write the results so far to the file of ``--json``, in case the next line ends the process."""
         settings["load_after"] = environment()["load"]
         settings["wall_seconds"] = round(time.perf_counter() - start, 1)
         if options.json:

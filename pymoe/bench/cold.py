@@ -1,8 +1,8 @@
 """Tools for timing on a GPU: inputs that are not in the cache, and calls without their launch times.
 
 A kernel that takes a few microseconds reads its inputs from the L2 cache if the call before it read the same inputs.
-On CUDA, candidates therefore cycle through copies of their inputs that together are larger than the cache several times
-over (:class:`Rotating`).
+On CUDA, candidates therefore cycle through copies of their inputs that together fill the cache three times
+(:class:`Rotating`), except that there are at most 2048 copies.
 
 Such a kernel also takes less time than the host needs to launch it, through Python or not. The time of a CUDA graph of
 many calls (:class:`InGraph`) is that of the device alone; the time of an eager call includes the launch, as in a
@@ -22,7 +22,7 @@ from pymoe.bench.calls import Sample, mapped, same_layout_copy, tensors_in
 TIMES_THE_CACHE = 3
 MOST_COPIES = 2048
 CALLS_IN_GRAPH = 20
-"""Minimum number of calls in a graph; it has more if there are more copies of the inputs."""
+"""Minimum number of calls in a graph; it may have more, so that it uses every copy of the inputs equally often."""
 
 
 class Rotating:
@@ -87,7 +87,7 @@ def in_graph(function: Callable[[], object]) -> InGraph:
 
 
 def copies_needed(bytes: int, device: torch.device) -> int:
-    """Return how many copies of ``bytes`` bytes exceed the cache of ``device`` several times over; 1 on a CPU."""
+    """Return how many copies of ``bytes`` bytes fill the device's L2 cache three times, at most 2048; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = int(torch.cuda.get_device_properties(device).L2_cache_size)

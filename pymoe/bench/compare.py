@@ -22,7 +22,7 @@ class Change:
     new: float
     """Median of the new run in seconds."""
     machine: float
-    """Ratio of the floor's time in the new run to its time in the old run; 1 without a floor."""
+    """Ratio of the floor's time in the new run to that in the old run; 1 unless both have the same kind of floor."""
     marker: str
     """``"slower"``, ``"faster"`` or ``""``; ``"now WRONG"`` if only the new result is wrong."""
 
@@ -35,11 +35,12 @@ class Change:
 def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], list[str]]:
     """Compare two results of ``run --json``.
 
-    A line is marked if its time, divided by the time of its floor in the same run, changed so much that the quartile
-    ranges of the two runs no longer overlap.
+    A line is marked if its time changed by more than :data:`SMALLEST_CHANGE`, and so much that the quartile ranges of
+    the two runs no longer overlap. If both runs have the same kind of floor for it, its times are first divided by the
+    time of the floor in the same run. A line is also marked if only its new result is wrong.
 
     Returns:
-        The changes of the lines that both runs timed, and the names of lines that only one of them timed.
+        The changes of the lines that both runs timed, and the names of the other lines.
     """
     before, after = by_name(old["lines"]), by_name(new["lines"])
     changes = [change(name, before[name], after[name]) for name in after if name in before]
@@ -54,7 +55,7 @@ def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None:
-    """Return the change of one line; None if it has no time in one of the runs."""
+    """Return the change of one line; None unless both runs have a time for it."""
     if not old["native"] or not new["native"]:
         return None
     same_floor = old["floor"] and new["floor"] and old["floor"]["kind"] == new["floor"]["kind"]

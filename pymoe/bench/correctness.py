@@ -61,7 +61,7 @@ class Verdict:
     max_error: float = 0.0
     """The largest absolute difference of finite values in outputs and gradients."""
     detail: str = ""
-    """Description of the first violation, with values."""
+    """Description of the first difference, with values, or of the error; "" if there is none."""
 
 
 def verify(operator: Operator, case: BenchCase, sample: Sample) -> Verdict:

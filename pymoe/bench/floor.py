@@ -2,7 +2,8 @@
 operations.
 
 A floor is timed in the same rounds as the operator, with the same number of bytes (so that they fit into the same
-cache) or about the same number of operations. The rates measured before the first line are the machine's best.
+cache) or about the same number of operations, up to the limits ``MOST_BYTES`` and ``MOST_SIZE``. Before the first line,
+the rates of a large copy and of large products are measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pymoe.bench.cold import Rotating, copies_needed
 from pymoe.bench.timing import Timer, Timing, measure, timer_for
 
 RATE_BYTES = 1 << 28
-"""Number of bytes that the copy reads and writes to measure the copy rate: too many for any cache."""
+"""Number of bytes that the copy reads and writes to measure the copy rate: too many for most caches."""
 RATE_SIZE = 512
 """Number of rows and columns of the matrices with which the rate of ``torch.mm`` is measured."""
 QUICK_RATE_BYTES, QUICK_RATE_SIZE = 1 << 26, 192
@@ -29,9 +30,10 @@ MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Floor:
-    """A call of ``copy_`` or ``torch.mm`` that sets a lower bound for an operator's time.
+    """A call of ``copy_`` or ``torch.mm`` with whose rate an operator's rate is compared.
 
-    It moves about as many bytes, or computes about as many operations, as the operator needs at least.
+    Unless the limits of :func:`floor_for` are reached, it moves about as many bytes, or computes about as many
+    operations, as the operator needs at least.
     """
 
     kind: str
@@ -50,7 +52,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Rates:
-    """The machine's best rates: bytes per second of ``copy_``, operations per second of ``torch.mm`` by dtype."""
+    """Rates of large work: bytes per second of ``copy_``, and operations per second of ``torch.mm`` by dtype."""
 
     copy: float
     mm: dict[torch.dtype, float]
@@ -67,7 +69,8 @@ def measure_rates(
 ) -> Rates:
     """Measure the rates of ``copy_`` and ``torch.mm`` as medians; ``quick`` uses smaller work and less time.
 
-    Products are measured in float32 and in ``dtypes``.
+    Products are measured in float32 and in ``dtypes``, on CUDA in bfloat16, too. There, ``quick`` only reduces the
+    time.
     """
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     if device.type == "cuda":
@@ -85,7 +88,10 @@ def measure_rates(
 
 
 def floor_for(bytes: int, flops: int, dtype: torch.dtype, device: torch.device, rates: Rates) -> Floor | None:
-    """Return the floor of a call: a product if ``flops`` is not 0, else a copy of ``bytes``; None if both are 0."""
+    """Return the floor of a call: a product if ``flops`` is not 0, else a copy of ``bytes``; None if both are 0.
+
+    A copy moves at most ``MOST_BYTES``, and the matrices of a product have at most ``MOST_SIZE`` rows and columns.
+    """
     if flops:
         size = min(max(round((flops / 2) ** (1 / 3) / 64) * 64, 64), MOST_SIZE[device.type])
         dtype = rates.fastest_mm(dtype)

@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of the weights, the input, the output and their gradients."""
+        """Return the number of elements of the experts' weights, the input, the output and their gradients."""
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
     def bytes_moved(self, dtype: torch.dtype) -> int:
-        """Return the minimum number of bytes that a forward pass moves: input, output, and the weights of the chosen
-        experts.
+        """Return about how many bytes a forward pass moves at least: input, output, and the weights of the chosen
+        experts, whose number is the expected one for tokens that choose at random.
         """
         reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
         return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)

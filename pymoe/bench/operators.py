@@ -32,7 +32,7 @@ def tolerances(float32: Any, float64: Any, bfloat16: Any, float16: Any) -> dict[
 
 
 def uniform(*shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 2.0) -> Tensor:
-    """Return uniformly distributed values in [-scale, scale)."""
+    """Return uniformly distributed values in [-scale, scale), rounded to ``dtype``."""
     return ((torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * scale).to(dtype)
 
 

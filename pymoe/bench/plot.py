@@ -22,7 +22,10 @@ def pyplot() -> Any:
 
 
 def plot(result: dict[str, Any], output: Path) -> list[Path]:
-    """Draw ``speedup.png`` and ``floor.png`` into the folder ``output``; return the files."""
+    """Draw ``speedup.png`` and ``floor.png`` into the folder ``output``; return the files.
+
+    Wrong results are left out, and so is a file for which no line has a value.
+    """
     plt = pyplot()
     output.mkdir(parents=True, exist_ok=True)
     facts = result["environment"]

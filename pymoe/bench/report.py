@@ -24,7 +24,7 @@ of floor   on CUDA with both in graphs"""
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return the type and message of an exception in one line of at most 200 characters."""
+    """Return the type of an exception and the first line of its message, cut to 200 characters in all."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
@@ -36,7 +36,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
-    """A row is shown in red if a cell contains one of these words."""
+    """A row is shown in red, where rich is installed, if a cell contains one of these words."""
 
 
 def show(table: Table) -> None:
@@ -112,7 +112,7 @@ def graph_cells(record: Record) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """Return a time in seconds as text with three digits and a unit, such as ``1.25 ms``."""
+    """Return a time in seconds as text with three significant digits and a unit, such as ``1.25 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -124,6 +124,7 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
 
     Raises:
         ImportError: prometheus-client is not installed.
+        ValueError: ``registry``, if it checks names as the default registry does, has series of the same names.
     """
     collector = RuntimeCollector(runtimes)
     if registry is None:
@@ -135,7 +136,9 @@ def register(runtimes: Any, *, registry: CollectorRegistry | None = None) -> Run
 
 
 def serve(runtimes: Any, port: int) -> None:
-    """Serve the metrics of ``runtimes`` (as for :class:`RuntimeCollector`) at ``http://127.0.0.1:PORT/metrics``.
+    """Start a thread that serves the metrics of ``runtimes`` at ``http://127.0.0.1:PORT/metrics``, and return.
+
+    ``runtimes`` is as for :class:`RuntimeCollector`.
 
     Raises:
         ImportError: prometheus-client is not installed.

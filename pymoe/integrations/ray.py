@@ -150,7 +150,8 @@ class ServedExperts:
 
     Raises:
         ImportError: ray is not installed.
-        ValueError: there is no actor of that name.
+        ValueError: there is no actor of one of the names.
+        RayActorError: an actor could not start its server, for instance because ``make`` raised.
         ServerLost, PermissionError, ProtocolError, TimeoutError: see :func:`pymoe.remote.connect`.
     """
 
@@ -230,7 +231,7 @@ class ServedExperts:
         logger.info("%s: now at %s", name, address)
 
     def close(self) -> None:
-        """Stop following, and close the connections. The actors keep running."""
+        """Stop following, wait for the thread that follows, and close the connections. The actors keep running."""
         self._end.set()
         if self._follower is not None:
             self._follower.join()

@@ -92,7 +92,7 @@ def dense_activation(network: nn.Module) -> Activation | None:
     """Return the activation between the linear layers of a dense network that serves as shared experts.
 
     This is a kind of :func:`pymoe.ops.expert_activation` if a kind computes the same. Otherwise it is a function, or
-    None if the network has no ``gate_proj``.
+    None if the network has no ``gate_proj`` or clamps the factors of a gate other than silu.
     """
     clamped = _CLAMPED_NETWORKS.get(place(type(network)))
     if clamped is not None:

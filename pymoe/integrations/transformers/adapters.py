@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts as products with rows: ``rows @ down[e].T @ up[e].T`` is added to the experts' products.
+"""Low-rank adapters of experts: ``scaling * rows @ down[e].T @ up[e].T`` is added to the products of expert e.
 
 A wrapper around an experts module :func:`lends <lend>` the module adapters for one call; the implementation of the
 experts :func:`takes <take>` them. No tensor as large as the experts' weights is computed.
@@ -32,8 +32,8 @@ def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
     """Lend adapters for the stacked weight ``name`` to an experts module, for one call of the module.
 
     Raises:
-        RuntimeError: the call ended without taking the adapters; or another call is running, for instance in another
-            thread, and might take them.
+        RuntimeError: the call returned without taking the adapters; or another call with adapters for ``name`` is
+            running, for instance in another thread.
     """
     lent = experts.__dict__.setdefault(_LENT, {})
     if name in lent:

@@ -57,9 +57,8 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
             it; it already has biases from this function; a bias of its own is narrower than float32, so that small
             steps would be lost; or it has no bias of its own, and a block without a router ``gate`` or ``router``.
 
-    The first forward raises :class:`ValueError` if a router that got a bias does not choose by a single ``torch.topk``
-    among all experts but, for instance, chooses groups of experts first; it raises :class:`RuntimeError` in compiled
-    code.
+    A forward raises :class:`ValueError` if a router that got a bias does not choose by a single ``torch.topk`` among
+    all experts but, for instance, chooses groups of experts first; it raises :class:`RuntimeError` in compiled code.
 
     Example:
         >>> from pymoe.integrations.transformers import add_expert_biases
@@ -105,10 +104,7 @@ def add_expert_biases(model: nn.Module, rate: float) -> Attached:
 
 
 def refuse_to_save(model: nn.Module, state_dict: object) -> None:
-    """Raise ValueError if ``save_pretrained`` would write biases of :func:`add_expert_biases`, which are not 0.
-
-    ``from_pretrained`` would drop them.
-    """
+    """Raise ValueError if a bias that :func:`add_expert_biases` added is not 0: ``from_pretrained`` would drop it."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertBias) and module.bias is not None and module.bias.any():
             raise ValueError(
@@ -139,8 +135,8 @@ def _mode(added: ExpertBias) -> Choosing:
 
 
 class _Hook:
-    """A forward pre-hook of experts. It checks the router's choice, and makes the backward pass count the load of that
-    choice.
+    """A forward pre-hook of experts. It makes the backward pass count the load of the router's choice, and checks the
+    choice of a router that got a bias.
     """
 
     def __init__(self, added: ExpertBias, chosen_by: ModeAround[Choosing] | None) -> None:
@@ -156,7 +152,9 @@ class _Hook:
         return x_TH, experts_TK, self.added.count(weights_TK, load)
 
     def _check(self, experts: nn.Module, experts_TK: Tensor, mode: Choosing | None) -> None:
-        """Raise ValueError unless the router has chosen as the bias requires."""
+        """Raise ValueError unless the router has chosen as the bias requires; compare the indices in the first call
+        only.
+        """
         problem = ""
         if mode is None or mode.indices is None:
             problem = "chooses in another way"

@@ -46,7 +46,7 @@ class Plan:
     only: dict[str, Any] = field(default_factory=dict)
     """Paths of attributes of a block, with the values that this plan assumes; blocks with other values are refused."""
     only_shared: dict[str, Any] = field(default_factory=dict)
-    """More of them, which are tested only if the block has shared experts."""
+    """More paths and values, which are tested only if the block has shared experts."""
 
 
 _FLAGGED = Plan(renormalize="gate.norm_topk_prob")

@@ -41,8 +41,9 @@ def from_transformers(block: nn.Module, *, bias_update_rate: float = 0.001) -> M
 
     Raises:
         TypeError: the weights of its experts are quantised.
-        ValueError: the block's class or one of its options is not supported; or something would be lost: a module in it
-            has hooks, a patched ``forward``, a class that is not from transformers, an adapter or a parametrization.
+        ValueError: the block's class or one of its options is not supported; ``bias_update_rate`` is not greater than 0
+            and the block has a bias for the choice; or something would be lost: a module in the block has hooks, a
+            patched ``forward``, a class from neither transformers nor torch, an adapter or a parametrization.
 
     Example:
         >>> from pymoe.integrations.transformers import from_transformers
@@ -199,9 +200,11 @@ _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
-    """Raise if ``module`` or a submodule has hooks, a patched forward, or a class that is not from ``known`` packages.
+    """Raise ValueError if ``module`` or a submodule has hooks, a patched forward, or a class that is not from ``known``
+    packages.
 
-    A conversion copies only weights and options, so these would be lost.
+    A conversion copies only weights and options, so these would be lost. The hooks with which transformers records
+    outputs are allowed.
     """
     for path, part in module.named_modules():
         lost = attached_to(part, interface.records_outputs)

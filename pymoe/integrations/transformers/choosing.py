@@ -107,7 +107,7 @@ class ModeAround(Generic[Mode]):
         self._around.parts.append(self)
 
     def take(self) -> Mode | None:
-        """Return the mode of the router's last call; None if there was no call since the last ``take``."""
+        """Return the mode of the router's last call; None if no call has returned since the last ``take``."""
         last, self.last = self.last, None
         return last
 

@@ -62,15 +62,15 @@ class PymoeConfig(QuantizationConfigMixin):
 
     Each tensor of a GGUF file has a type of its own. With ``from_pretrained(folder, gguf_file=file)`` the format is
     therefore ``"stored"``, without ``bits``. A weight of experts gets the format that represents its type without
-    rounding. If there is no such format, the weight is rounded to integers of 8 bits, with a warning; if the weight is
-    not quantised, it takes the dtype of the model. A dense layer gets the format that represents its type without
-    rounding; if there is none, the layer takes the dtype of the model. All checkpoints above can also be read with
-    ``"stored"``: their bits and format are then taken from the files. The ``config.json`` of a saved model has
-    ``"stored"`` if its experts have several formats or some of them are not quantised.
+    rounding. If there is no such format, the weight is rounded to integers of 8 bits, with a warning; if no weight of
+    its experts module is quantised, it takes the dtype of the model. A dense layer gets the format that represents its
+    type without rounding; if there is none, the layer takes the dtype of the model. All checkpoints above can also be
+    read with ``"stored"``: their bits and format are then taken from the files. The ``config.json`` of a saved model
+    has ``"stored"`` if its experts have several formats or some of them are not quantised.
 
     Args:
-        bits: 8 or 4; must be 4 for ``"mxfp"`` and 8 for ``"fp"``, may also be 2 for ``"affine"``, and must be None for
-            ``"stored"``. For the other formats None means 8.
+        bits: 8 or 4; must be 4 for ``"mxfp"`` and 8 for ``"fp"`` and ``"symmetric"``, may also be 2 for ``"affine"``,
+            and must be None for ``"stored"``. For the other formats None means 8.
         format: ``"int"``, ``"mxfp"`` or ``"fp"``, as for :func:`pymoe.ops.quantize_weight`; ``"affine"`` or
             ``"symmetric"`` for integers of other programs, see :func:`pymoe.ops.pack_weight`; or ``"stored"``: the
             format of the files. Configurations of earlier versions lack this entry; they mean ``"int"``.

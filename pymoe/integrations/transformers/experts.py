@@ -1,7 +1,8 @@
 """Runs the experts of a transformers model on pymoe's operators: this is ``experts_implementation="pymoe"``.
 
 The model keeps its parameters, its router and its state dict. Weights are read in place; those stored as (E, in, out)
-are read through strides. Without gradients and with one of pymoe's activations, a single native call does everything.
+are read through strides. With one of pymoe's activations, and without adapters or a norm after the experts, a single
+native call does everything wherever :func:`pymoe.nn.apply_experts` can be one call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         top_k_weights: (T, K), the weight of every choice.
 
     Returns:
-        (T, H), the dtype of ``hidden_states``. Differentiable in it, in ``top_k_weights`` and in all parameters.
+        (T, H), the dtype of ``hidden_states``. Differentiable in it, in ``top_k_weights`` and in all parameters, but
+        not in quantised weights.
 
     Raises:
         TypeError: the weights do not have a floating dtype in which pymoe computes, as in a model that another package

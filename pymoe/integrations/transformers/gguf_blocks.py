@@ -8,7 +8,7 @@ A row of a tensor is a sequence of blocks, each with its own scales; the layouts
 - Q2_K has codes with a scale and an offset for 16 inputs, so they become "affine" with 2 bits.
 - Q6_K, Q3_K, IQ4_NL and IQ4_XS have signed codes with a scale for 16 or 32 inputs, so they become "symmetric".
 - F32, F16 and BF16 have no blocks. Dense layers of these types take the model's dtype, and so do experts if all weights
-  of their module have one of these types.
+  of their module have one of these types; otherwise such weights of experts are rounded to integers of 8 bits.
 - All other types have no such format. Experts are then widened and rounded to integers of 8 bits, one expert at a time,
   and dense layers take the model's dtype.
 """
@@ -45,10 +45,11 @@ ONES = {
     "IQ4_NL": (ONE + 16 * b"\x88", slice(2, 18)),
     "IQ4_XS": (ONE + 2 * b"\xaa" + 4 * b"\x11" + 128 * b"\x88", slice(8, 136)),
 }
-"""For types whose values are products of codes and scales: a block with all codes and scales 1, and the slice of its
-bytes that contains the codes."""
+"""For types that become "symmetric", whose values are products of codes and scales: a block with all codes and scales
+1, and the slice of its bytes that contains the codes."""
 ROWS = 1024
-"""Number of outputs of a dense layer that are packed at a time, since a head has an output for each token."""
+"""Number of outputs of a dense layer that are packed at a time: a head has an output for each token of the vocabulary.
+"""
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the types that are not quantised."""
 Join = Callable[[list[Tensor]], Tensor]

@@ -6,7 +6,8 @@ tensors, and the first has the metadata.
 Layer N has its experts in ``blk.N.ffn_gate_exps.weight``, ``ffn_up_exps`` and ``ffn_down_exps``, (E, out, in) each; the
 model has a single weight for gate and up. For all other tensors, transformers' own tables give the names in the model
 and the conversion of the values. A dense layer keeps the codes and scales of its tensor if the conversion only moves
-rows and whole groups of columns. Every tensor of the file must be one of the model's, and vice versa.
+rows and whole groups of columns. Every tensor of the file must be one of the model's, unless transformers ignores it,
+and vice versa, except that tied weights need a single tensor.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class LazyTensor:
         self.read = read
 
     def get_dtype(self) -> str:
-        """Return the name that safetensors uses for float32, the dtype of all values."""
+        """Return safetensors' name for float32, although the values of unquantised experts may have another dtype."""
         return "F32"
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -271,8 +272,8 @@ class GgufFile:
     def plan(self, model: Any, dense: Container[str]) -> None:
         """Assign the tensors of the file to the weights of a model, before its experts and dense layers are replaced.
 
-        Warns once for the whole file if experts will be rounded, because pymoe has no format for their types or the
-        model's dtype cannot represent their values.
+        If weights of experts will be rounded, warns once for all weights for whose types pymoe has no format, and once
+        for all whose values the model's dtype cannot represent.
 
         Args:
             model: the model, not yet quantised.

@@ -1,4 +1,4 @@
-"""The parts of transformers' interface for experts that pymoe uses. Only this file uses private names of transformers.
+"""The parts of transformers' interface for experts that pymoe uses, and almost all uses of transformers' private names.
 
 The interface is the decorator ``use_experts_implementation`` of ``transformers.integrations.moe``: it gives an experts
 module the flags that :func:`flags` reads, and a forward that looks up an implementation by its name in the module's
@@ -41,7 +41,7 @@ def check_installed() -> None:
 
 
 def register(function: Callable[..., Tensor]) -> None:
-    """Register ``function`` as the implementation of experts called ``"pymoe"``. Further calls change nothing.
+    """Register ``function`` as the implementation of experts called ``"pymoe"``, in place of an earlier one.
 
     Args:
         function: takes an experts module, (T, H) hidden states, (T, K) indices and (T, K) weights; returns (T, H).

@@ -5,8 +5,8 @@ replaces the parameter with the sum of the weights and ``B @ A`` of all experts.
 lends A and B to the experts instead: see :mod:`pymoe.integrations.transformers.adapters`. The wrapper and its
 parameters are still PEFT's own, so the files of adapters are, too. PEFT itself computes all other modules.
 
-In a model with quantised weights, PEFT gets stand-ins without memory for the experts' weights, and dense layers get a
-wrapper that is derived from PEFT's own.
+In a model with quantised weights, PEFT gets stand-ins for the experts' weights, with the memory of a single element
+each, and dense layers get a wrapper that is derived from PEFT's own.
 
 pymoe does not import PEFT: it changes PEFT's classes when the program imports them.
 """

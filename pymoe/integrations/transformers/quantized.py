@@ -31,7 +31,8 @@ def register() -> None:
 def stacked_weights(module: nn.Module) -> dict[str, Tensor] | None:
     """Return the weights of an experts module as (E, out, in), by the names of their parameters.
 
-    Return None for modules that are not behind transformers' experts interface or are already quantised.
+    Return None for modules that are not behind transformers' experts interface, or in which a weight is not a
+    floating-point tensor with three dimensions, for instance because it is already quantised.
 
     Raises:
         ValueError: the module runs an implementation other than pymoe's, which could not read quantised weights.

@@ -62,10 +62,10 @@ def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> Q
 def sources(model: Any, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
     r"""Yield patterns for the names of layers' weights in files, and for each pattern whether its layers have no bias.
 
-    Layers whose paths differ in one number share a pattern, because transformers tries every pattern on every tensor's
-    name, and files with separate experts may have 100,000 tensors. The target of a converter refers to the path of the
-    layer as ``\1``. That path lacks the prefix of the base model, as do the names in the files of a model without a
-    head.
+    Layers whose paths differ only in their first number share a pattern, because transformers tries every pattern on
+    every tensor's name, and files with separate experts may have 100,000 tensors. The target of a converter refers to
+    the path of the layer as ``\1``. That path lacks the prefix of the base model, as do the names in the files of a
+    model without a head.
     """
     found: dict[tuple[str, str, bool], list[str]] = {}
     for name in sorted(names):

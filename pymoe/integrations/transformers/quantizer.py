@@ -69,7 +69,7 @@ class PymoeQuantizer(HfQuantizer):
         if quantization_config.stored == gguf_files.STORED:
             self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
-        """Method of files in which another program has quantised weights."""
+        """The format of the files, if another program has quantised their weights; else None."""
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
         self.dense: dict[str, Format] = {}
@@ -222,10 +222,10 @@ class PymoeQuantizer(HfQuantizer):
         return not self.pre_quantized and param_name in self.weights
 
     def in_folder(self, packed: Tensor) -> Tensor:
-        """Return packed bytes in an unnamed file in the configuration's folder; return ``packed`` itself if there is no
-        folder.
+        """Return a copy of packed bytes, mapped from an unnamed file in the configuration's folder; return ``packed``
+        itself if there is no folder.
 
-        The file is deleted with the last reference to the tensor.
+        The space on the disk is freed with the last reference to the tensor. If the disk is full, this raises OSError.
         """
         folder = self.quantization_config.folder
         if folder is None:
@@ -345,7 +345,8 @@ class PymoeQuantizer(HfQuantizer):
         """Return the state dict that ``save_pretrained`` writes, under the names in files, and an empty dictionary of
         metadata.
 
-        The state dict is None if only an adapter is saved.
+        The state dict is None if only an adapter is saved. Raises ValueError if the state dict that ``save_pretrained``
+        was given lacks packed bytes.
         """
         given, self.state_to_save = self.state_to_save, None
         if interface.saves_adapter_alone(model):
@@ -622,7 +623,8 @@ def prepare_to_save(model: nn.Module, state_dict: object = None) -> None:
 
     Raises:
         ValueError: the files cannot describe the model's quantised weights: only one of an expert's weights is
-            quantised, the model has no experts or has adapters, or another method quantised weights, too.
+            quantised, an expert outside of transformers' interface is quantised, the model has no experts or has
+            adapters, a quantised dense layer is tied, or another method quantised weights, too.
     """
     layers = dict(_quantised(model))
     linear_bits = quantized_dense.bits_to_save(model)
