@@ -171,6 +171,11 @@ def deep_steps(level: str) -> list[Step]:
             [[PYTHON, "tests/aarch64/check.py"]],
         ),
         Step(
+            "aarch64-torch",
+            "operators and layers with torch for aarch64, run by an emulator; bits compared as well",
+            [[PYTHON, "tests/aarch64/operators.py"]],
+        ),
+        Step(
             "cuda-mutants",
             "faults planted in the CUDA kernels, one by one: the emulated tests must notice",
             [[PYTHON, "tests/mutants/run.py", "cuda"]],

@@ -188,6 +188,7 @@ def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     outputs, blocks = len(values), up(values.shape[1], BLOCK) // BLOCK
     left = F.pad(x, (0, blocks * BLOCK - x.shape[1])).view(len(x), 1, blocks, BLOCK)
     right = F.pad(values, (0, blocks * BLOCK - values.shape[1])).view(outputs, blocks, BLOCK)
+    right = right.permute(2, 0, 1).contiguous()  # (BLOCK, N, blocks): a step reads what lies side by side
     some = max(1, 2**16 // max(1, outputs * blocks))
     return torch.cat([_multiply_rows(rows, right, scale) for rows in left.split(some)])
 
@@ -199,8 +200,8 @@ def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     size = left.abs()
     fit = ((left.view(torch.int32) & 15) == 0) & ((size == 0) | ((size >= 2.0**-117) & (size < 2.0**119)))
     exact = scale is not None and bool(fit.all())
-    total = left.new_zeros(left.shape[0], *right.shape[:2])
-    for factor, value in zip(left.unbind(3), right.unbind(2), strict=True):
+    total = left.new_zeros(left.shape[0], *right.shape[1:])
+    for factor, value in zip(left.unbind(3), right, strict=True):
         total = total + factor * value if exact else fused_multiply_add(factor, value, total)
     y = total.new_zeros(total.shape[:2])
     for block in range(total.shape[2]):

@@ -335,13 +335,15 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     product, addend = a.double() * b.double(), c.double()  # the product is exact: its 48 bits fit into a float64
     total = product + addend
     part = total - product
-    error = (product - (total - part)) + (addend - part)  # Knuth's two-sum: the exact error of the sum.
+    # The difference to the larger operand is exact, so an inexact sum fails one of these. Most sums are exact.
+    if torch.equal(part, addend) and torch.equal(total - addend, product):
+        return total.float()
+    error = (product - (total - part)) + (addend - part)  # the exact error of the sum (Knuth's two-sum)
     # Replace an inexact sum by its float64 neighbour whose last bit is 1. Rounding it to float32 gives the same as
     # rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     bits = total.view(torch.int64)
     even = (error != 0) & total.isfinite() & ((bits & 1) == 0)
-    outwards = (error > 0) == (total > 0)
-    return torch.where(even, bits + torch.where(outwards, 1, -1), bits).view(torch.float64).float()
+    return torch.where(even, bits + torch.where((error > 0) == (total > 0), 1, -1), bits).view(torch.float64).float()
 
 
 def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,12 +1,13 @@
 """Compiles the C++ tests for aarch64, runs them by QEMU, and compares results with those of this machine's processor.
 
-    python tests/aarch64/check.py        # builds in build/cpp/aarch64/ and build/cpp/plain/
+    python tests/aarch64/check.py        # builds in build/cpp/aarch64/, build/cpp/aarch64_address/ and build/cpp/plain/
 
 The compiler and the emulator are packages of Debian, which tests/system_packages.sh installs if it may
 (INSTALL_SYSTEM_PACKAGES=0: it does not). Without them nothing is tested, and the output says so.
 
-The C++ tests run with every instruction set of aarch64. tests/aarch64/results.cpp then runs on both architectures, with
-every instruction set of each, and all runs must print the same hashes.
+The C++ tests run with every instruction set of aarch64, and some of those of kernels once more under AddressSanitizer
+and UBSan. tests/aarch64/results.cpp then runs on both architectures, with every instruction set of each, and on aarch64
+also under these sanitizers; all runs must print the same hashes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EMULATED, NATIVE = ROOT / "build" / "cpp" / "aarch64", ROOT / "build" / "cpp" / "plain"
+EMULATED, SANITIZED, NATIVE = (ROOT / "build" / "cpp" / name for name in ("aarch64", "aarch64_address", "plain"))
+TOOLCHAIN = f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/tests/aarch64/toolchain.cmake"
 EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
 JOBS = os.cpu_count() or 2
 
@@ -37,6 +39,8 @@ instruction that Armv8.0 lacks, and a Neoverse N1 has FEAT_DotProd without FEAT_
 FEW_SEEDS = "200"
 """Number of interleavings of each simulated scenario, which the emulator runs slowly."""
 
+SANITIZERS = {"ASAN_OPTIONS": "detect_leaks=0"}  # LeakSanitizer stops threads by ptrace, which the emulator lacks
+
 
 def run(*command: str | Path, **environment: str) -> None:
     print("$ " + " ".join(map(str, command)), flush=True)
@@ -51,7 +55,7 @@ def build(folder: Path, targets: list[str], *options: str) -> None:
 
 def results(command: list[str], isa: str) -> tuple[str, dict[str, str]]:
     """Return the instruction set in use and the hash of every case."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYMOE_CPU_ISA"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYMOE_CPU_ISA"} | SANITIZERS
     if isa:
         environment["PYMOE_CPU_ISA"] = isa
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -65,7 +69,9 @@ def compare() -> list[str]:
     complaints = []
     runs = [(f"{platform.machine()}, {isa}", isa, [str(NATIVE / "pymoe_results")], "") for isa in ("v3", "v4", "amx")]
     for processor, isa, wanted in PROCESSORS:
-        runs.append((f"{processor}, {wanted}", isa, [*EMULATOR, processor, str(EMULATED / "pymoe_results")], wanted))
+        for folder, how in ((EMULATED, ""), (SANITIZED, ", under sanitizers"))[: 1 if isa else 2]:
+            command = [*EMULATOR, processor, str(folder / "pymoe_results")]
+            runs.append((f"{processor}, {wanted}{how}", isa, command, wanted))
     with ThreadPoolExecutor(JOBS) as pool:
         printed = list(pool.map(lambda its: results(its[2], its[1]), runs))
     for (name, _, _, wanted), (found, hashes) in zip(runs, printed, strict=True):
@@ -86,12 +92,14 @@ def main() -> int:
     if packages.returncode != 0:
         print("no compiler or no emulator for aarch64: nothing was tested on it (checks passed: none)")
         return 0
-    build(EMULATED, ["pymoe_tests", "pymoe_results"], f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/tests/aarch64/toolchain.cmake")
+    build(EMULATED, ["pymoe_tests", "pymoe_results"], TOOLCHAIN)
+    build(SANITIZED, ["pymoe_tests", "pymoe_results", "pymoe_canary"], TOOLCHAIN, "-DPYMOE_SANITIZE=address")
     build(NATIVE, ["pymoe_results"])
-    run(
-        *("ctest", "--test-dir", EMULATED, "--output-on-failure", "-j", str(JOBS), "-E", "cuda_on_cpu"),
-        PYMOE_SEEDS=FEW_SEEDS,
-    )
+    for folder in (EMULATED, SANITIZED):
+        run(
+            *("ctest", "--test-dir", folder, "--output-on-failure", "-j", str(JOBS), "-E", "cuda_on_cpu"),
+            PYMOE_SEEDS=FEW_SEEDS,
+        )
     complaints = compare()
     for complaint in complaints:
         print(f"differs from {platform.machine()}, baseline: {complaint}")

@@ -6,8 +6,11 @@
 #include <cstring>
 #include <latch>
 #include <thread>
+#include <vector>
 
 #include "futures.h"
+#include "kernels/quantized_linear.h"
+#include "kernels/quantized_weight.h"
 #include "runtime/parallel_for.h"
 #include "runtime/worker_pool.h"
 #include "simulated.h"
@@ -66,6 +69,20 @@ void overflow(volatile int count) {
   std::free(const_cast<int*>(buffer));
 }
 
+// Weights that lack their last byte, for a kernel that reads them by vectors.
+void kernel_overflow() {
+  using namespace pymoe;
+  constexpr int64_t kInputs = 256, kOutputs = 64;
+  constexpr auto kFormat = WeightFormat::kInt8;
+  const std::vector<uint8_t> packed(static_cast<size_t>(quantized_tile_bytes(kFormat, kInputs)) - 1);
+  const std::vector<float> x(kInputs);
+  std::vector<float> y(kOutputs);
+  std::vector<char> workspace(static_cast<size_t>(quantized_linear_workspace(1, kInputs, kFormat)));
+  const int32_t offsets[] = {0, 1};
+  cpu::quantized_linear({x.data(), packed.data(), offsets, nullptr, y.data(), 1, kInputs, kOutputs, 1, kFormat,
+                         DType::kFloat32, workspace.data()});
+}
+
 void use_after_free() {
   auto* buffer = static_cast<volatile int*>(std::malloc(sizeof(int)));
   *buffer = 1;
@@ -92,6 +109,7 @@ int main(int argc, char** argv) {
   }
   if (std::strcmp(name, "simulated_race") == 0) simulated_race();
   if (std::strcmp(name, "overflow") == 0) overflow(8);
+  if (std::strcmp(name, "kernel_overflow") == 0) kernel_overflow();
   if (std::strcmp(name, "use_after_free") == 0) use_after_free();
   if (std::strcmp(name, "signed_overflow") == 0) signed_overflow(argc);
   if (std::strcmp(name, "leak") == 0) leak();

@@ -258,6 +258,17 @@ def test_the_reference_multiplies_and_adds_as_the_fused_operation_where_it_says_
     assert bool((off.abs() <= fused_multiply_add(a, b, c).abs().double() * 2.0**-24).all())
 
 
+def test_the_reference_rounds_once_where_float64_rounds_to_the_middle_of_two_numbers():
+    """float64 rounds each sum up to a number halfway between two in float32, whose even neighbour is the wrong one."""
+    small = 2.0**-12
+    a = torch.tensor([(1 + 2.0**-15) * small, 4097.0])
+    b = torch.tensor([(1 - 2.0**-15) * small, 4099.0])
+    c = torch.tensor([1 + 2.0**-23, -(2.0**-40)])
+    assert fused_multiply_add(a, b, c).tolist() == [1 + 2.0**-23, 16793602.0]
+    for one in range(2):
+        assert fused_multiply_add(a[one], b[one], c[one]) == fused_multiply_add(a, b, c)[one]
+
+
 def test_rounding_costs_what_it_says():
     weight = normal(2, 512, 512)
     error = pymoe.ops.dequantize_weight(pymoe.ops.quantize_weight(weight, 8, "fp")) - weight

@@ -80,17 +80,25 @@ def test_names_of_kernels_do_not_depend_on_the_folder(tmp_path: Path) -> None:
     its anonymous namespaces.
     """
 
-    def ptx(folder: str, flags: list[str]) -> str:
+    def made(folder: str, name: str, *options: str) -> bytes:
         source = tmp_path / folder / "x_cuda.cu"
         source.parent.mkdir(exist_ok=True)
         source.write_text("namespace {\n__global__ void f(int* x) { *x = 1; }\n}\nvoid g(int* x) { f<<<1, 1>>>(x); }\n")
-        made = source.with_suffix(".ptx")
-        subprocess.run(["nvcc", *flags, "-ptx", source, "-o", made], check=True)
-        return made.read_text()
+        output = source.with_name(name)
+        subprocess.run(["nvcc", *options, source, "-o", output], check=True)
+        return output.read_bytes()
+
+    def ptx(folder: str, flags: list[str]) -> bytes:
+        return made(folder, "x.ptx", *flags, "-ptx")
+
+    def library(folder: str) -> bytes:
+        """Return a module's bytes; linking drops the name of nvcc's temporary file, which the object has."""
+        return made(folder, "x.so", *flags, "-shared", "-Xcompiler=-fPIC", "-Xlinker=-s", "-cudart=none")
 
     flags = without_path("nvcc")
-    assert "_x_cuda_cu_" in ptx("a", flags)
+    assert b"_x_cuda_cu_" in ptx("a", flags)
     assert ptx("a", flags) == ptx("b", flags)
+    assert library("a") == library("b")
     assert ptx("a", []) != ptx("b", [])  # what the flags are for
 
 
