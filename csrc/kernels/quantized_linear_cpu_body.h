@@ -414,6 +414,15 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 // The prefetch distance in bytes. With 4096 or 16384, products of two to eight rows take longer.
 inline constexpr int64_t kAhead = 8192;
 
+// Prefetches what the pass over a block's outputs from number `vector` on, which loads `word`, loads of a later block.
+// If the first pass prefetched the lines of all passes, memory would idle in the others.
+template <int kVectors>
+PYMOE_INLINE void prefetch_later(const uint8_t* word, int vector) {
+  if (kVectors * kVectorBytes % 64 != 0 && vector * kVectorBytes % 64 != 0) return;  // an earlier pass does
+#pragma GCC unroll 8
+  for (int64_t line = 0; line < kVectors * kVectorBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+}
+
 // The decoded scales and minima of one int4 super-block of 64 outputs: the scales of all groups, then the minima of all
 // groups, 64 values for each group.
 struct SuperEnds {
@@ -500,17 +509,14 @@ inline constexpr int64_t kSharedBytes = kSharesCodes ? 2 * kRoundedInputs * kQua
 template <WeightFormat kFormat>
 void widen_codes(const uint8_t* weight, int64_t groups, uint8_t* PYMOE_RESTRICT shared) {
   constexpr int64_t kWordBytes = kQuantizedTile * 4, kWords = bits_of(kFormat);
-  for (int64_t vector = 0; vector < kTileVectorsOfOutputs; vector += kVectorsSharing) {
+  for (int vector = 0; vector < kTileVectorsOfOutputs; vector += kVectorsSharing) {
     const uint8_t* word = weight + quantized_ends_bytes(kFormat) + vector * kVectorBytes;
     for (int64_t group = 0; group < groups; ++group, word += quantized_ends_bytes(kFormat)) {
       for (int64_t i = 0; i < kWords; ++i, word += kWordBytes) {
         vint32 words[kVectorsSharing];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectorsSharing; ++v) words[v] = load_words(word + v * kVectorBytes);
-        if (vector == 0) {
-#pragma GCC unroll 8
-          for (int64_t line = 0; line < kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
-        }
+        prefetch_later<kVectorsSharing>(word, vector);
 #pragma GCC unroll 4
         for (int f = 0; f < kFactors<kFormat>; ++f) {
 #pragma GCC unroll 2
@@ -562,10 +568,7 @@ void multiply_block(const uint8_t* PYMOE_RESTRICT weight, const uint8_t* PYMOE_R
           for (int w = 0; w < kTogether; ++w) {
 #pragma GCC unroll 8
             for (int v = 0; v < kVectors; ++v) words[w][v] = load_words(word + w * kWordBytes + v * kVectorBytes);
-          }
-          if (vector == 0) {
-#pragma GCC unroll 8
-            for (int64_t line = 0; line < kTogether * kWordBytes; line += 64) __builtin_prefetch(word + line + kAhead);
+            prefetch_later<kVectors>(word + w * kWordBytes, vector);
           }
         }
 #pragma GCC unroll 4
