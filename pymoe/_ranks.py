@@ -56,12 +56,18 @@ class Process(NamedTuple):
         """Return whether the process is known to have ended and closed its files, even if it has not been reaped."""
         if not self.is_here():
             return False
+        try:
+            os.kill(self.id, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # a process of another user
+            pass
         found = _state_and_start(self.id)
-        return found is None or found[1] != self.started or found[0] in "ZX"
+        return found is not None and (found[1] != self.started or found[0] in "ZX")
 
 
 def _state_and_start(process: int) -> tuple[str, str] | None:
-    """Return the state (a letter) and start time of a process of this host; None if ``/proc`` shows no such process."""
+    """Return the state (a letter) and start time of a process of this host; None if they cannot be read."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

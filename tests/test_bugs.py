@@ -8,6 +8,7 @@ that help (_helping), requests, pools and runtimes (_serving, _awaiting), pipeli
 import ast
 import concurrent.futures
 import ctypes
+import errno
 import gc
 import pathlib
 import shutil
@@ -24,7 +25,9 @@ from limits import LONG
 from processes import run_python
 
 import pymoe
+from pymoe._ranks import Process
 from pymoe.autograd.isolated_graph import keep_hooks_outside, within_call
+from pymoe.nn.expert_bias import ExpertBias
 from pymoe.nn.plain_calls import are_called_plainly
 from pymoe.parallel import map_with_parallel_backward
 
@@ -560,3 +563,37 @@ def test_a_wheel_is_for_the_pythons_that_are_there_although_the_last_one_is_not(
     root = pathlib.Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, env={"PATH": str(tmp_path)})
     assert done.stdout.splitlines()[:1] == ["python3.10 python3.12"], done.stderr
+
+
+def test_a_bias_keeps_32_bits_where_the_default_dtype_has_16():
+    """The bias of each expert took torch's default dtype.
+
+    After ``torch.set_default_dtype(torch.bfloat16)`` it had 8 bits of precision, so that most updates of 0.001 were
+    rounded away.
+    """
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        bias = ExpertBias(4, 0.001).expert_bias
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert bias.dtype == torch.float32
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch):
+    """A living rank was taken for dead if its file in /proc could not be opened.
+
+    A watching process that had run out of file descriptors ended the whole step. Only the system's answer that there is
+    no such process, or another start time, means that it has ended.
+    """
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own = Process.own()
+    gone = own._replace(id=ended.pid)
+
+    def no_descriptor(*_, **__):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(pathlib.Path, "read_text", no_descriptor)
+    assert own.is_here()
+    assert not own.has_ended()
+    assert gone.has_ended()

@@ -40,13 +40,18 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
     time of the floor in the same run. A line is also marked if only its new result is wrong.
 
     Returns:
-        The changes of the lines that both runs timed, and the names of the other lines.
+        The changes of the lines that both runs timed, and the names of the other lines, with ``(now ERROR)`` behind
+        those that only the new run failed to compute.
     """
     before, after = by_name(old["lines"]), by_name(new["lines"])
     changes = [change(name, before[name], after[name]) for name in after if name in before]
-    only = [name for name in (*before, *after) if (name in before) != (name in after)]
     usable = [one for one in changes if one is not None]
-    return usable, only + [name for name in after if name in before and name not in {one.name for one in usable}]
+    only = [name for name in (*before, *after) if (name in before) != (name in after)]
+    for name in after:
+        if name in before and name not in {one.name for one in usable}:
+            failed = before[name]["native"] and after[name]["correctness"]["verdict"] == "ERROR"
+            only.append(f"{name} (now ERROR)" if failed else name)
+    return usable, only
 
 
 def by_name(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -66,9 +71,8 @@ def change(name: str, old: dict[str, Any], new: dict[str, Any]) -> Change | None
         marker = "slower"
     elif now[2] < was[0] and now[1] < was[1] / (1 + SMALLEST_CHANGE):
         marker = "faster"
-    bad = ("WRONG", "ERROR")
-    if new["correctness"]["verdict"] in bad and old["correctness"]["verdict"] not in bad:
-        marker = f"now {new['correctness']['verdict']}"
+    if new["correctness"]["verdict"] == "WRONG" and old["correctness"]["verdict"] != "WRONG":
+        marker = "now WRONG"
     return Change(name, old["native"]["median"], new["native"]["median"], machine, marker)
 
 

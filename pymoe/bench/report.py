@@ -114,7 +114,7 @@ def graph_cells(record: Record) -> list[str]:
 def seconds(value: float) -> str:
     """Return a time in seconds as text with three significant digits and a unit, such as ``1.25 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size:
+        if float(f"{value / size:.3g}") >= 1:  # 0.9996 s is 1 s, not 1e+03 ms
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-9:.3g} ns"
 

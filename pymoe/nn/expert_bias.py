@@ -37,7 +37,8 @@ class ExpertBias(nn.Module):
         self.bias_update_rate = bias_update_rate
         self.bias_was_updated = False
         self._kept_by = kept_by  # a tuple, so that nn.Module does not register the module in it
-        self.register_buffer("bias", torch.zeros(num_experts, device=device) if kept_by is None else None)
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if kept_by is None else None
+        self.register_buffer("bias", bias)
         self.counted = LocalTensors(load=torch.zeros(num_experts, device=device, dtype=torch.int64))
 
     @property

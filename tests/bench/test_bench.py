@@ -28,6 +28,7 @@ from pymoe.bench.layer import (
     verdict_of,
     with_torch_alone,
 )
+from pymoe.bench.report import seconds
 from pymoe.bench.timing import Timing
 
 COLUMNS = {
@@ -263,6 +264,30 @@ def test_compare_marks_a_result_that_became_wrong(result):
     worse["lines"][0]["correctness"]["verdict"] = "WRONG"
     assert compare(result, worse)[0][0].marker == "now WRONG"
     assert compare(worse, worse)[0][0].marker == ""
+
+
+def test_compare_names_a_line_that_cannot_be_computed_any_more(result):
+    failed = copy.deepcopy(result)
+    failed["lines"][0] |= {"native": None, "correctness": {"verdict": "ERROR"}}
+    changes, names = compare(result, failed)
+    assert changes == []
+    assert [name.endswith(" (now ERROR)") for name in names] == [True]
+    assert not compare(failed, failed)[1][0].endswith(")")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.25e-3, "1.25 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (9.996e-7, "1 us"),
+        (9.994e-7, "999 ns"),
+        (61.0, "61 s"),
+    ],
+)
+def test_times_have_three_digits_and_the_unit_that_fits(value, text):
+    assert seconds(value) == text
 
 
 def test_compare_names_lines_of_one_run_alone(result):
