@@ -296,7 +296,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_loadable(backend: ExpertBackend) -> None:
-    """Raise TypeError if some part of the backend could be saved but not loaded again."""
+    """Raise TypeError if a part of the backend's state could not be saved, or could be saved but not loaded again."""
     scheduler = backend.scheduler
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise TypeError(
