@@ -125,9 +125,9 @@ class Channel:
     def watch(self) -> None:
         """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
 
-        A health check is answered if the server serves, and waits for a server that is known to be gone. Then a second
-        call stays open until the connection breaks or the server drains. (gRPC's own subscriptions to the state of a
-        channel crash when the channel is closed.)
+        A health check asks whether the server serves, and waits for a server that is known to be gone. If the server
+        serves, a second call stays open until the connection breaks or the server drains. (gRPC's own subscriptions to
+        the state of a channel crash when the channel is closed.)
         """
         # If the server has gone since its last answer, a check that waits for it would end only when it is back. So the
         # check waits only if the server is known to be gone.
