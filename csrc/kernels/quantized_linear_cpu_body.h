@@ -423,8 +423,7 @@ PYMOE_INLINE void prefetch_later(const uint8_t* word, int vector) {
   for (int64_t line = 0; line < kVectors * kVectorBytes; line += 64) __builtin_prefetch(word + line + kAhead);
 }
 
-// The decoded scales and minima of one int4 super-block of 64 outputs: the scales of all groups, then the minima of all
-// groups, 64 values for each group.
+// The decoded scales and minima of an int4 super-block of 64 outputs: 64 scales per group, then 64 minima per group.
 struct SuperEnds {
   static constexpr int64_t kMinima = kSuperGroups * kQuantizedTile;
   alignas(64) float values[2 * kMinima];
@@ -440,9 +439,7 @@ inline void decode_ends(const uint8_t* powers, const uint8_t* super, SuperEnds& 
     const auto* factors = reinterpret_cast<const Float16*>(super) + first;
     const vfloat of_scales = load(factors) * power, of_minima = -(load(factors + kQuantizedTile) * power);
     vuint32 words[3];
-    for (int64_t line = first * 16; line < (first + kLanes<float>)*16; line += 64) {
-      __builtin_prefetch(super + line + kAhead);
-    }
+    for (int64_t i = first * 16; i < (first + kLanes<float>)*16; i += 64) __builtin_prefetch(super + i + kAhead);
     for (int i = 0; i < 3; ++i) words[i] = (vuint32)load_words(super + (4 + 4 * i) * kQuantizedTile + 4 * first);
 #pragma GCC unroll 16
     for (int i = 0; i < kFields; ++i) {

@@ -4,8 +4,8 @@ Every message names the operator, the argument, the rule and the value found. Th
 :class:`TypeError` for a wrong type or dtype, :class:`ValueError` for a wrong value (rank, size, device, range),
 :class:`IndexError` for an index out of range.
 
-These checks take microseconds even if nothing is wrong. Therefore callers first test the usual case in one expression,
-with functions such as ``is_matrix`` of :mod:`pymoe._common.contracts`.
+These checks take microseconds even if nothing is wrong. Therefore the callers of fast operators first test the usual
+case in one expression, with functions such as ``is_matrix`` of :mod:`pymoe._common.contracts`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
     """Raise IndexError unless low <= index < end for all ``indices``, which are (T, K).
 
-    The native kernels check the same, on CUDA only in debug mode. ``name`` is what the message calls ``end``.
+    The native CPU kernels check the same themselves. ``name`` is what the message calls ``end``.
     """
     bad = (indices < low) | (indices >= end)
     if bool(bad.any()):

@@ -2,8 +2,8 @@
 
 ``check_X`` raises the errors that the docstring of the operator X states, through :mod:`pymoe._common.checks`. Where
 these checks would cost more than the operator, ``check_X`` first evaluates ``_X_fits``: one expression that is true
-only if all checks would pass. Values of index tensors are checked by the kernels, and for the reference by functions
-here.
+only if all checks would pass. The CPU kernels check the values of index tensors; for the reference, and for CUDA
+tensors in debug mode, functions here do.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ def check_bias(
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear", argument: str = "offsets") -> None:
     """Raise unless ``bounds``, the values of ``offsets``, start at 0, never decrease, and end at ``rows`` or below.
 
-    The native kernels check the same, on CUDA only in debug mode.
+    The native CPU kernels check the same themselves.
     """
     if bounds[0] != 0:
         raise ValueError(f"{operator}: {argument} must start at 0, got {bounds[0]}")
@@ -420,7 +420,7 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
     """Raise unless ``places`` are indices of distinct rows.
 
-    The native kernels check the same, on CUDA only in debug mode.
+    The native CPU kernels check the same themselves.
 
     Args:
         places: the first ``offsets[-1]`` values of ``order``, which are the values in use.

@@ -37,7 +37,11 @@ def check_seconds(
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a positive number of seconds from a command line, as an argparse type."""
+    """Parse a number of seconds from a command line, as an argparse type.
+
+    Raises:
+        ArgumentTypeError: the text is not a number above 0 and at most ``threading.TIMEOUT_MAX``.
+    """
     try:
         seconds = check_seconds("", float(text), positive=True)
     except ValueError:

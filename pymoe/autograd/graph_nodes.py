@@ -130,19 +130,21 @@ _ACCUMULATION = 2**64 - 1  # the sequence number of the nodes that accumulate gr
 
 
 def put_behind(limit: int, nodes: Sequence[Any]) -> None:
-    """Give the nodes of a call sequence numbers below ``limit``, in their current order.
+    """Give the nodes of a call sequence numbers below that of the next node of this thread, in their current order.
 
-    Of the nodes that are ready, autograd's engine runs the one with the greatest sequence number, which is the one made
-    last. But each thread numbers its nodes separately, so nodes made by a worker may have greater numbers than the node
-    of the map (``pymoe.parallel.map``), which the calling thread makes later. This matters if a tensor has left a call,
-    but not as an output: then a backward pass reaches the call's nodes through that tensor, too, and frees what they
-    have saved. The map's node must run before that happens, so the call's nodes get smaller numbers.
+    ``limit`` is this thread's next sequence number. Of the nodes that are ready, autograd's engine runs the one with
+    the greatest sequence number, which is the one made last. But each thread numbers its nodes separately, so nodes
+    made by a worker may have greater numbers than the node of the map (``pymoe.parallel.map``), which the calling
+    thread makes later. This matters if a tensor has left a call, but not as an output: then a backward pass reaches the
+    call's nodes through that tensor, too, and frees what they have saved. The map's node must run before that happens,
+    so the call's nodes get smaller numbers.
     """
     by_number: dict[int, list[Any]] = {}
     for node in nodes:
         by_number.setdefault(node._sequence_nr(), []).append(node)
     by_number.pop(_ACCUMULATION, None)
-    # The nodes need more numbers than there are below the limit. Making nodes advances this thread's counter.
+    # If there are fewer numbers below the limit than the nodes need, raise the limit, and this thread's counter with
+    # it, by making nodes.
     if limit < len(by_number):
         one = torch.empty(0, requires_grad=True, device="cpu")
         while get_sequence_nr() < len(by_number):

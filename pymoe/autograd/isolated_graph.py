@@ -1,11 +1,11 @@
 """Runs a call of a function in its own autograd graph.
 
-- forward: Floating-point and complex tensors among the arguments are replaced by aliases: same memory, same version
-  counter (so an in-place edit of the caller's tensor is detected if the graph has saved it), and an autograd history
-  that begins at the alias. In a map, if no argument of a call has a history, leaves that require gradients are passed
-  without an alias. (If an argument has a history, the leaves need aliases, too, because the search for the call's
-  leaves would otherwise enter that history.) The function itself runs unchanged; an ``autograd.Function`` gets torch's
-  own context object.
+- forward: Floating-point and complex tensors among the arguments (not those within containers) are replaced by
+  aliases: same memory, same version counter (so an in-place edit of the caller's tensor is detected if the graph has
+  saved it), and an autograd history that begins at the alias. In a map, if no argument of a call has a history, leaves
+  that require gradients are passed without an alias. (If an argument has a history, the leaves need aliases, too,
+  because the search for the call's leaves would otherwise enter that history.) The function itself runs unchanged; an
+  ``autograd.Function`` gets torch's own context object.
 - leaves: The leaves that the call has used, as arguments or not (parameters, tensors of a closure), are found by
   walking its graph back from the outputs. If the walk reaches graphs that existed before the call, it continues to
   their leaves.
@@ -171,12 +171,13 @@ class IsolatedCall:
         self.outputs = as_tuple(outputs)
 
     def find_fresh(self, hand_through: bool) -> list[torch.Tensor]:
-        """Add the arguments that the call modified in place to ``written``, and return the outputs with a history.
+        """Return the outputs that have a history, each once.
 
-        Each output is returned once. With ``hand_through``, the caller's tensors replace the aliases among ``outputs``.
+        First add the arguments whose history the call has changed, by modifying them in place, to ``written``, and
+        their edges to ``roots``. With ``hand_through``, the caller's tensors replace the aliases among ``outputs``.
 
         Raises:
-            RuntimeError: the call has modified an argument that shares memory with another argument.
+            RuntimeError: one of the ``written`` arguments shares its memory with another argument.
         """
         aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for alias in self.aliases:

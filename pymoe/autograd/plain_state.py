@@ -65,6 +65,9 @@ def on_a_new_thread(function: Callable[..., Result], *args: Any) -> Result:
     A new thread is needed because torch has no public function that switches all modes of a thread off. The runtime
     treats the new thread as this one, so it detects deadlocks as usual. An interrupt (Ctrl-C) is raised after the
     function has ended.
+
+    Raises:
+        RuntimeError: no thread can be started.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -167,7 +167,7 @@ def with_stream(stream: RandomStream, function: Callable[..., Result], *args: An
 def begin_drawing() -> None:
     """Make this thread draw from ``this_thread.stream`` until :func:`end_drawing`.
 
-    The caller must have just changed ``this_thread.stream`` from None to a stream, and must not change it meanwhile.
+    The caller must have just changed ``this_thread.stream`` from None to a stream.
     """
     _calling.add(get_ident())  # must precede the read of _is_changed: see restore()
     if not _is_changed:
@@ -182,7 +182,7 @@ def end_drawing() -> None:
 
 
 def draw(stream: RandomStream | None) -> int:
-    """Return a random int64 drawn from ``stream``; for None, from the process's default CPU generator."""
+    """Return a random int from 0 to 2**63 - 1, from ``stream``; for None, from the process's default CPU generator."""
     generator = torch.default_generator if stream is None else stream.generator(torch.device("cpu"))
     # Disable all modes, so that no mode sees the operator that draws.
     with temporarily_clear_interpreter_stack(), disable_current_modes(), DisableTorchFunction():
@@ -199,7 +199,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def install() -> None:
-    """Register the kernels of the drawing operators, unless an earlier map of this process has done so."""
+    """Register the kernels of the drawing operators, unless this process has done so before."""
     if not _libraries:
         with _changing:
             if not _libraries:

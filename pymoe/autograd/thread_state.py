@@ -91,7 +91,7 @@ class ThreadState(NamedTuple):
 
 
 def current() -> ThreadState:
-    """Return the state of this thread. Every call runs this, so it is written for speed."""
+    """Return the state of this thread. :func:`in_state` does this for every call that it runs, so it must be fast."""
     devices = autocast_devices()
     found = (
         _is_inference_mode(),

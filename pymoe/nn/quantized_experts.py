@@ -366,8 +366,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
     the experts of a model of transformers that runs with ``experts_implementation="pymoe"`` keep their module, in which
     a :class:`QuantizedLinear` takes the place of each stacked weight. Routers, shared experts, biases and all other
     layers stay as they are; :func:`quantize_linears` rounds dense ones. The errors are those of
-    :func:`pymoe.ops.quantize_weight`: 0.7 % to 0.9 % of the weights' norm with 8 bits (for rows of 128 to 7168 inputs)
-    and 7 % with 4 (2.6 % with the format "fp" and 11.5 % with "mxfp"), for normally distributed weights.
+    :func:`pymoe.ops.quantize_weight`: 0.7 to 0.9 % of the weights' norm with 8 bits and 7 % with 4 (2.6 % with the
+    format "fp" and 11.5 % with "mxfp"), for normally distributed weights.
 
     If weights have a parametrization (:mod:`torch.nn.utils.parametrize`), the values that it computes are rounded, and
     the parametrization is removed. :func:`pymoe.nn.save_quantized` saves a quantised layer, and ``save_pretrained`` a

@@ -36,7 +36,7 @@ _TORCH: dict[object, Callable[[Tensor], Tensor]] = {
 
 
 def _activated(h: Tensor, kind: ActivationKind, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Return the activation ``kind`` of ``h``, computed with torch operators. It can be differentiated twice."""
+    """Return the activation ``kind`` of ``h``, computed with torch operators, which can be differentiated again."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     if bias is not None and offsets is not None:
         wide = wide + rows_of_bias(bias, offsets, h.shape[0]).to(wide.dtype)

@@ -74,9 +74,9 @@ def _transformable(function: _Function) -> _Function:
 def is_recorded(*values: Any) -> bool:
     """Return whether a result that is computed from ``values`` may be differentiated.
 
-    This is so if a tensor requires grad and grad mode is on. It is always so inside the transforms of
-    :mod:`torch.func`, inside a ``forward_ad.dual_level``, and while a graph is exported, because the graph may later
-    run on other tensors.
+    This is so if a tensor requires grad and grad mode is on. It is always so inside a ``forward_ad.dual_level``, while
+    a graph is exported (which may later run on other tensors), and, except in compiled code, inside the transforms of
+    :mod:`torch.func`.
 
     Args:
         values: the arguments of a call: tensors, and anything else.
@@ -126,6 +126,7 @@ def call(function: _Function, *args: Any) -> Any:
     Raises:
         NotImplementedError: a forward-mode derivative is needed, and the Function has no ``tangent``; or the call is
             compiled as part of a graph inside forward mode, where tangents cannot be seen.
+        ValueError: ``vmap`` has a batch without elements.
     """
     if is_compiling():
         # The error does not contain the name of the Function, because Dynamo cannot trace the name.

@@ -179,9 +179,9 @@ def raw(
         order: (S,), contiguous, or None.
         whole: True promises that ``offsets`` come unchanged from :func:`pymoe.ops.build_routing` and that every choice
             has a row: no choice was dropped, for lack of capacity or because its expert is on another rank. This saves
-            two launches for each product: one that brings offsets into range before torch's product reads them, and one
-            that afterwards clears the rows that no expert owns. The GPU does not check the promise: if it is broken,
-            rows that no expert owns may have any values.
+            two launches for each product that torch computes on a GPU: one that brings offsets into range before
+            torch's product reads them, and one that afterwards clears the rows that no expert owns. The GPU does not
+            check the promise: if it is broken, rows that no expert owns may have any values.
     """
     x, weight, bias = cast_operands(x, weight, bias)  # type: ignore[assignment]
     return call(GroupedLinear, x, weight, offsets, bias, order, whole)  # type: ignore[no-any-return]

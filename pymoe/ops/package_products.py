@@ -47,9 +47,10 @@ class use_products_of:
 
     While a package is chosen, products on CUDA that it does not support raise: dtypes other than bfloat16, biases, rows
     in a given order, numbers of features that are not multiples of 8, weights that are neither contiguous nor a
-    transposed view of a contiguous tensor, GPUs other than Hopper and Blackwell (compute capability 9 and 10), and for
-    DeepGEMM a second GPU in one process, because its kernels are built for one GPU. On compute capability 9.0 and 10.0
-    layers do not pass biases to the products: the operators after the products add them, as after torch's product.
+    transposed view of a contiguous tensor, or that are not aligned to 16 bytes, GPUs other than Hopper and Blackwell
+    (compute capability 9 and 10), and for DeepGEMM a second GPU in one process, because its kernels are built for one
+    GPU. On compute capability 9.0 and 10.0 layers do not pass biases to the products: the operators after the products
+    add them, as after torch's product.
 
     Calling this sets the choice for the process; as a context manager it restores the former choice at the end. A
     backward pass uses the choice at the time when it runs; in a graph of ``torch.compile``, that of its forward pass.
@@ -113,7 +114,8 @@ def product(
     Raises:
         TypeError: the dtype is not bfloat16.
         ValueError: the package does not support such operands.
-        RuntimeError: the GPU is not one for which the package has kernels.
+        RuntimeError: the GPU is not one for which the package has kernels; or DeepGEMM's first product in this process
+            was on another GPU.
     """
     if x.dtype != torch.bfloat16:
         raise TypeError(f"grouped_linear: x must have dtype bfloat16 for products of {package}, got {x.dtype}")
@@ -166,7 +168,8 @@ class _DeepGemm(NamedTuple):
     """The parts of DeepGEMM that are used here."""
 
     nt: Callable[..., None]
-    """``nt(a, b, d, layout, use_psum_layout=...)`` writes a (M, K) times the transposed b[e] of b (E, N, K) into d."""
+    """``nt(a, b, d, layout, use_psum_layout=...)`` multiplies each row of a (M, K) by the transpose of b[e], from b
+    (E, N, K), for the row's expert e, and writes the results into d."""
     nn: Callable[..., None]
     """As ``nt``, with b (E, K, N)."""
     alignment: int

@@ -37,7 +37,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
                 not started.
 
         Raises:
-            TimeoutError: the function has not ended in time.
+            concurrent.futures.TimeoutError: the function has not ended in time.
             concurrent.futures.CancelledError: the future was cancelled before the function had started.
         """
         if timeout is None:
@@ -54,7 +54,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         return super().exception(timeout)
 
     def _run(self) -> None:
-        """Run the function here, unless another thread has claimed it."""
+        """Run the function here, unless another thread has claimed it or the future was cancelled."""
         if not self._claim.acquire(blocking=False):
             return
         function, self._function = self._function, None
@@ -75,8 +75,9 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     The function runs in the current state of this thread: grad mode, inference mode, autocast, default device, function
     and dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on
     the thread that runs the function, possibly at the same time as on other threads.) The function draws random numbers
-    from a separate stream, seeded with the next number of this thread's generator. So its random numbers depend on the
-    seed and on how many numbers were drawn before, not on the threads.
+    from a separate stream, seeded with the next number of this thread's generator, which advances by this number even
+    if the function draws none. So its random numbers depend on the seed and on how many numbers were drawn before, not
+    on the threads.
 
     Returns:
         A ``concurrent.futures.Future``, which ``concurrent.futures.wait`` and ``as_completed`` accept, too.

@@ -68,7 +68,7 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
     """Run ``func(*args)`` on this thread, in an autograd graph of its own.
 
     No other call shares the graph, so backward passes of several such calls may run at the same time, on any threads
-    (PyTorch's engine runs backward passes of one graph one after the other). In-place changes of an argument between
+    (in a common graph, PyTorch's engine would run them one after the other). In-place changes of an argument between
     the passes are detected as usual.
 
     Args:
@@ -78,11 +78,13 @@ def run_isolated_forward(func: Any, *args: Any) -> tuple[IsolatedContext, tuple[
 
     Returns:
         The context for :func:`run_isolated_backward`, and a tuple of outputs: the items of a tuple or list that
-        ``func`` returns, or any other result as the only item. Outputs have no history and require no gradients.
+        ``func`` returns, or any other result as the only item. Outputs have no history and require no gradients, except
+        for a leaf that is not an argument and is returned as it is, such as a parameter.
 
     Raises:
         TypeError: ``func`` is not callable. Exceptions of ``func`` propagate.
-        RuntimeError: the call has modified an argument in place that shares memory with another argument.
+        RuntimeError: the call has modified in place an argument that needs gradients, and another argument has the same
+            memory.
     """
     graphs = graphs_are_made()
     (call,) = isolate(as_function(func), [args], graphs, share=False)

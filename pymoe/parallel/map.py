@@ -83,9 +83,9 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
       results are the same for any number of threads, and differ from those of a serial loop. The surrounding stream
       advances by one number if any call draws. Python's and numpy's generators are not isolated.
     - **Side effects.** Calls change everything else, such as the running statistics of a batch norm, at the same time
-      and in any order: they must guard it. Calls get aliases of floating-point tensors: plain tensors that share memory
-      and in-place changes with the originals. Leaves that require gradients get an alias only if other arguments have a
-      history.
+      and in any order: they must guard it. Calls get aliases of arguments that are floating-point or complex tensors:
+      tensors (not Parameters) that share memory and in-place changes with the originals. For leaves that require
+      gradients, this is so only if another argument of the call has a history.
     - **CUDA.** Calls queue their work on the caller's streams. Backward passes of calls with CUDA tensors run one after
       the other on the host, on the engine's thread for the device; they must not wait for threads that need this one.
     - **Failures.** All calls end; then the exception of the first call that failed, in call order, is raised with its
@@ -94,8 +94,9 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
 
     Raises:
         TypeError: ``func`` is not callable, or the arguments of a call are not a tuple or list.
-        RuntimeError: a tensor is modified in place by more than one call, or by a call whose other arguments share its
-            memory.
+        RuntimeError: a tensor that needs gradients is modified in place by more than one call, or by a call that has
+            another argument with the same memory; or the interpreter is exiting.
+        NotImplementedError: a call with a forward-mode derivative needs a graph.
 
     Example:
         >>> inputs = [torch.tensor([float(i)], requires_grad=True) for i in range(3)]

@@ -25,10 +25,10 @@ from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 # the interpreter's lock. (Pipes decide for each run, since their actions wait for each other:
 # pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
-# The same limit for trusted functions, whose calls were all short in the last run. It is longer, because a worker wakes
-# after the limit to check the progress, which costs more than short calls. If calls of a trusted function turn out to
-# be long, the workers start this much later, in at most two runs: the function stays trusted after its first long run,
-# which may be chance.
+# The same limit for trusted functions: those whose calls took at most INLINE_LIMIT_S each, on average, in a recent run
+# without workers. It is longer, because a worker wakes after the limit to check the progress, which costs more than
+# short calls. If calls of a trusted function turn out to be long, the workers start this much later, in at most two
+# runs: the function stays trusted after its first long run, which may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
 _MAX_TRUSTED = 1000
 
@@ -60,6 +60,7 @@ def run_concurrently(
 
     Raises:
         BaseException: the exception of the failed call with the smallest index, with notes on the others.
+        RuntimeError, CancelledError: the pool of workers was stopped, because the interpreter is exiting.
     """
     before, state = known.state, current()
     if profiler_enabled():
@@ -134,7 +135,7 @@ class _Run:
     def call(self, number: int) -> None:
         if known.state is not self.state:
             self.helped = True
-            # This is the first call on this worker. Later its state is known, because only calls change it.
+            # In the first call on this worker, its state is not known. Later it is, because only calls change it.
             if known.state is None:
                 known.state = current()
         state = self.states[number] if self.states else self.state

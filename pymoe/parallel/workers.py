@@ -1,9 +1,9 @@
 """The workers of parallel calls: one pool per process, created on first use.
 
 Calls that wait for other machines, or for each other, must all run at the same time, whatever their number; calls that
-compute need as many threads as there are processors. The caller does not say which kind they are: the pool has one
-thread per processor, and starts more if calls are queued while the running ones wait
-(``csrc/runtime/worker_pool_growth.h``).
+compute need as many threads as there are processors. The caller does not say which kind they are: unless
+:func:`set_parallel_workers` fixes the number of threads, the pool has one per processor, and starts more if calls are
+queued while the running ones wait (``csrc/runtime/worker_pool_growth.h``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The specification: every operator in pure PyTorch, with the names and signatures of :mod:`pymoe.ops`.
 
 A function here returns what the native operator must return: bit for bit if the docstring says exact, within the stated
-tolerance otherwise. It is written to be read, not to be fast, and imports only torch.
+tolerance otherwise. It is written to be read, not to be fast, and depends only on torch.
 
-A reference returns the same bits on every processor, values and gradients (:mod:`pymoe.reference.fixed_steps`), except
-:func:`grouped_linear`, whose matrix products are torch's and round as the processor's library does. Its results on two
-processors agree within the rounding of their sums; NaN and infinities are the same unless a sum of finite terms
-overflows.
+A reference returns the same bits on every processor, values and gradients (:mod:`pymoe.reference.fixed_steps`), with
+three exceptions that use torch's products and sums: :func:`grouped_linear`, the gradient of ``x`` in
+:func:`quantized_linear`, and gradients of biases. Their results on two processors agree within the rounding of their
+sums; NaN and infinities are the same unless a sum of finite terms overflows.
 """
 
 from pymoe._common.types import ClampedSwiglu, Gate, QuantizedWeight, RouterLosses, Routing

@@ -20,7 +20,7 @@ def build_routing(
 
     Args:
         experts: (T, K) int32 or int64, values in 0..E-1, with T * K < 2^31; from :func:`gate_topk`.
-        num_experts: E, at least 1.
+        num_experts: E, at least 1 and below 2^31.
         capacity: the maximum number of rows of an expert; ``None`` drops nothing, 0 drops everything.
         foreign_experts: accept values of E and above for experts that are elsewhere (on other ranks of expert
             parallelism): their choices are dropped, and count for no expert.
@@ -31,8 +31,9 @@ def build_routing(
         ``offsets`` (E + 1,).
 
     Raises:
-        TypeError: ``experts`` is not a tensor of int32 or int64, or ``num_experts`` or ``capacity`` not an int.
-        ValueError: ``experts`` is not (T, K) or too large, ``num_experts`` or ``capacity`` is out of range.
+        TypeError: ``experts`` is not a tensor of int32 or int64, ``num_experts`` or ``capacity`` is not an int, or
+            ``foreign_experts`` is not a bool.
+        ValueError: ``experts`` is not (T, K) or too large, or ``num_experts`` or ``capacity`` is out of range.
         IndexError: an expert index lies outside 0..E-1 (with ``foreign_experts``: is negative).
 
     Example:

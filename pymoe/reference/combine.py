@@ -26,7 +26,8 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
 
     Args:
         y: (S, H), S = ``len(routing.token)``, any floating dtype; rows past ``routing.offsets[-1]`` are never read.
-        routing: from :func:`build_routing`, or made by hand: ``slot`` names each row at most once.
+        routing: from :func:`build_routing`, or made by hand: ``slot`` names only rows before ``offsets[-1]``, each at
+            most once.
         weights: (T, K), usually float32 as :func:`gate_topk` makes them; any floating dtype that widens without loss to
             the dtype of the sum (so float64 for float64 ``y`` only). ``None`` for a plain sum.
         bias: (E, H), the dtype of ``y``, or None.
@@ -39,7 +40,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None, bias: Te
         owns one of these rows).
 
     Raises:
-        TypeError: a dtype is not as above.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a rank, size or device does not fit; or there is a bias, and ``routing.offsets`` does not start at 0
             or decreases.
         IndexError: a slot lies outside [-1, S); or there is a bias, and ``routing.offsets`` ends past S.

@@ -19,7 +19,8 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
 
     Args:
         x: (T, H), any floating dtype.
-        routing: from :func:`build_routing` for the same T, or made by hand: ``slot`` names each row at most once.
+        routing: from :func:`build_routing` for the same T, or made by hand: ``slot`` names only rows before
+            ``offsets[-1]``, each at most once; ``token`` is -1 for the rows from there on.
         out: (S, H), contiguous, with the dtype and device of ``x``, not overlapping ``x``: a buffer to fill instead of
             fresh memory. No backward is recorded, so neither ``x`` nor ``out`` may require a gradient (except under
             :func:`torch.no_grad`).
@@ -30,9 +31,9 @@ def dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tenso
         weights).
 
     Raises:
-        TypeError: a dtype is not as above.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a rank, size or device does not fit; ``out`` is not contiguous, overlaps ``x``, or a gradient
-            would be lost in it.
+            (with the native operator also a tangent of forward mode) would be lost in it.
         IndexError: a slot lies outside [-1, S).
 
     Example:

@@ -12,7 +12,7 @@ from pymoe._common.types import ActivationKind, ClampedSwiglu, is_gated
 from pymoe.reference.fixed_steps import gelu, sigmoid, silu
 
 GELU_TANH = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 40.0)
-"""The factors of x and x^3 inside the sigmoid of gelu_tanh, and the magnitude of x from which the sigmoid is 0 or 1."""
+"""The factors of x and x^3 inside the sigmoid of gelu_tanh, and a magnitude of x from which the sigmoid is 0 or 1."""
 
 
 def gate_and_up(h: Tensor, kind: ActivationKind) -> tuple[Tensor, Tensor]:
@@ -63,8 +63,9 @@ def expert_activation(
     With ``bias``, ``h[r] + bias[e]`` takes the place of ``h[r]``, for the expert e that owns row r. A row past
     ``offsets[-1]`` has no expert, and its bias is zero. Pass ``bias`` if ``h`` was computed without it.
 
-    Forward and backward compute in float32 (float64 for float64) from ``h`` and ``bias``, and round once; nothing else
-    is saved for the backward. NaN stays NaN; a row of the result depends only on the same row of ``h`` and on its bias.
+    Forward and backward compute in float32 (float64 for float64) from ``h`` and ``bias``, and round once; the native
+    operator saves nothing else for the backward, except ``offsets``. NaN stays NaN; a row of the result depends only on
+    the same row of ``h`` and on its bias.
 
     Args:
         h: (S, 2F) for gated kinds, else (S, F); any floating dtype. With ``bias``, rows are sorted by expert.

@@ -3,7 +3,8 @@
 The results of torch's ``softmax``, ``gelu`` or ``sum`` depend on the processor's vector units: in the last bits, and
 for infinities and values near overflow entirely. A specification must not. The functions here consist of IEEE
 additions, multiplications, divisions and comparisons of single elements, in a fixed order; values and gradients are
-therefore the same bits on every processor. They are differentiable any number of times, backward and forward.
+therefore the same bits on every processor. Except for those whose names end in ``_in_fixed_steps``, they are
+differentiable any number of times, backward and forward.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LOG = (
     1.479819860511658591e-1, 1.531383769920937332e-1, 1.818357216161805012e-1, 2.222219843214978396e-1,
     2.857142874366239149e-1, 3.999999999940941908e-1, 6.666666666666735130e-1,
 )  # fmt: skip
-"""A minimax polynomial of log((1 + s) / (1 - s)) / s - 2 in s^2, highest power first, as in fdlibm."""
+"""A minimax polynomial of (log((1 + s) / (1 - s)) / s - 2) / s^2 in s^2, highest power first, as in fdlibm."""
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def log_in_fixed_steps(x: Tensor) -> Tensor:
     Not differentiable. With x = 2^k (1 + f), a polynomial in f / (2 + f) gives log(1 + f).
     """
     bits = x.view(torch.int64)
-    # Subtract the upper 32 bits of 1 / sqrt 2, so that 1 / sqrt 2 <= 1 + f < sqrt 2.
+    # Choose k so that c <= 1 + f < 2 c, where c is 1 / sqrt 2 with the lower 32 bits of its float64 cleared.
     shift = bits - 0x3FE6A09E00000000
     k = shift >> 52
     f = (bits - (k << 52)).view(torch.float64) - 1.0
@@ -277,7 +278,7 @@ class _LogSumExp(torch.autograd.Function):
         greatest = x.amax(dim=1)
         total = sum_in_lanes(exp_in_fixed_steps(x - greatest[:, None]))[:, 0]
         value = greatest + log_in_fixed_steps(total.to(torch.float64)).to(x.dtype)
-        # If the greatest element is infinite, return it: the formula would subtract infinity from infinity.
+        # If a row's greatest element is infinite, return it: the formula would subtract infinity from infinity.
         return torch.where(greatest.isinf(), greatest, value)
 
     @staticmethod

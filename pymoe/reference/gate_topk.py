@@ -12,7 +12,7 @@ from pymoe.reference.scores import SUM_FLOOR, order_key, scores_in_fixed_steps, 
 
 
 def _within_best_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
-    """Return a (T, E) mask of the experts that belong to one of the token's ``topk_groups`` best groups."""
+    """Return a (T, E) mask of the experts in the ``topk_groups`` best groups of each token."""
     tokens, num_experts = choice.shape
     grouped = choice.view(tokens, num_groups, num_experts // num_groups)
     best_two = order_key(grouped).sort(dim=2, descending=True, stable=True).indices[:, :, :2]
@@ -88,7 +88,7 @@ def gate_topk(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a rank, size, device or range does not fit, or only one of the two group arguments is given.
+        ValueError: a rank, size, device, range or name does not fit, or only one of the two group arguments is given.
 
     Example:
         >>> gate = pymoe.ops.gate_topk(torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 3.0]]), k=2)

@@ -22,8 +22,8 @@ def gather_batch(tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
         :func:`split_batch` takes. Differentiable; the gradients of the tensors are views of the batch's gradient.
 
     Raises:
-        TypeError: not a sequence of tensors, or dtypes differ; the message names the tensor.
-        ValueError: no tensors, a tensor without dimensions, trailing shapes or devices differ.
+        TypeError: ``tensors`` is not a sequence of tensors, or dtypes differ.
+        ValueError: there are no tensors, one has no dimensions, or trailing shapes or devices differ.
 
     Example:
         >>> pymoe.ops.gather_batch([torch.zeros(2, 8), torch.ones(3, 8)])[1]
@@ -38,14 +38,14 @@ def split_batch(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
     Args:
         batch: (N, ...), any dtype.
-        sizes: ints of at least 0 that sum to N; none for an empty batch.
+        sizes: ints of at least 0 that sum to N; may be empty if N is 0.
 
     Returns:
         A view (sizes[i], ...) of ``batch`` for each size, without copying. Differentiable.
 
     Raises:
         TypeError: ``batch`` is not a tensor, or ``sizes`` not a sequence of ints.
-        ValueError: a size is negative, or they do not sum to N.
+        ValueError: ``batch`` has no dimensions, a size is negative, or they do not sum to N.
 
     Example:
         >>> [part.tolist() for part in pymoe.ops.split_batch(torch.arange(5), (2, 3))]

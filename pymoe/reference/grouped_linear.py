@@ -27,8 +27,8 @@ def grouped_linear(
 
     Sums are kept in float32 (float64 for float64) over the whole of H and rounded once to the dtype of ``x``; the
     same holds for the gradients, whose sums run over N (``x``) or over an expert's rows (``weight``, ``bias``). A row
-    of ``y`` depends on its own row of ``x`` alone: the bits do not change with the rows around it, nor with the
-    number of threads. Inside ``torch.autocast`` the operands are cast as ``F.linear`` casts its own.
+    of ``y`` depends on its own row of ``x`` alone: in the native operator, its bits do not change with the rows around
+    it, nor with the number of threads. Inside ``torch.autocast`` the operands are cast as ``F.linear`` casts its own.
 
     Args:
         x: (S, H), rows sorted by expert as :func:`dispatch` leaves them; any floating dtype.
@@ -42,7 +42,7 @@ def grouped_linear(
         (S, N), the dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``, any number of times.
 
     Raises:
-        TypeError: a dtype is not as above.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a rank, size or device does not fit, ``offsets`` does not start at 0 or decreases, or ``order``
             names a row twice.
         IndexError: ``offsets`` ends past S, or ``order`` names a row that does not exist.

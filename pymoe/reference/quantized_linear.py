@@ -26,12 +26,13 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
     :func:`dequantize_weight`. Rows past ``offsets[-1]`` belong to no expert: their ``y`` is zero and their ``x`` is
     never read.
 
-    A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is a power of two,
-    chosen so that the block's largest magnitude becomes an integer of 16320 to 32639 (steps stop at 2**-114). An
-    activation changes by at most 1/32639 of the largest in its block, and bfloat16 values of at least 1/64 of the
-    largest do not change. Products with the codes of the weights are added up exactly, as integers: over a block of 128
-    inputs with 8 bits, over a group of 32 with 4 bits. These sums become float32, are multiplied by their scales, and
-    are added in the order of the inputs, each step rounded. A NaN or an infinity makes the whole row of ``y`` NaN.
+    A row of ``x`` is rounded to integers of 16 bits in blocks of 128 inputs. The step of a block is the power of two
+    with which the block's largest magnitude becomes an integer from 16320 to 32639, but at least 2**-114. An activation
+    changes by at most half a step. Above 2**-114 this is at most 1/32639 of the largest magnitude, and bfloat16 values
+    of at least 1/64 of the largest do not change. Products with the codes of the weights are added up exactly, as
+    integers: over a block of 128 inputs with 8 bits, over a group of 32 with 4 bits. These sums become float32, are
+    multiplied by their scales, and are added in the order of the inputs, each step rounded. A NaN or an infinity makes
+    the whole row of ``y`` NaN.
 
     In mxfp4 codes are multiplied as integers of twice their values, -12 to 12, and steps are halved in return. A scale
     that is NaN makes its output NaN in every row. Scales above 2**100, which no trained weights have, may make outputs
@@ -67,7 +68,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, offsets: Tensor | None,
         weights get no gradient.
 
     Raises:
-        TypeError: a dtype is not as above, or ``weight`` is not a :class:`QuantizedWeight`.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: a rank, size or device does not fit, or ``offsets`` does not start at 0 or decreases.
         IndexError: ``offsets`` ends past S.
         NotImplementedError: the gradient of ``x`` is differentiated again, or ``x`` or ``bias`` has a tangent of
@@ -212,7 +213,8 @@ def _multiply_rows(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each row of ``x`` to integers times a step, with a separate step for every block of inputs.
 
-    Return the integers, (rows, inputs) float64 with inputs padded to whole blocks, and the steps, (rows, blocks).
+    Return the integers, (rows, inputs) float64 with inputs padded to whole blocks, and the steps, (rows, blocks). A
+    block with a NaN or an infinity has zeros, and the step NaN.
     """
     rows, inputs = x.shape
     wide = F.pad(x.float(), (0, up(inputs, BLOCK) - inputs)).view(rows, up(inputs, BLOCK) // BLOCK, BLOCK)

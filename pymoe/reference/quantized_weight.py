@@ -8,8 +8,7 @@ groups of a super-block share, and times a power of two for the row: ``scale = 2
 4.5 bits in all if super-blocks are full, and a row another 8 bits for p.
 **mxfp4**: a scale for each group of 32 inputs of an output row; ``w = 2**(scale - 127) * value``. A code has the sign
 of the value in its upper bit and its magnitude in the other three: 0, 1/2, 1, 3/2, 2, 3, 4 or 6 (e2m1). A weight
-takes 4.25 bits in all. The scale is a byte (e8m0), and 255 is NaN. This is MXFP4 of the OCP Microscaling Formats (MX)
-Specification 1.0.
+takes 4.25 bits in all. The scale is a byte (e8m0); 255 is NaN. OCP Microscaling Formats (MX) Specification 1.0.
 **fp8**: a scale for each block of 128 inputs of an output row; ``w = scale * value`` with float32 scales and codes of
 8 bits (e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; magnitudes are 0 and, subnormals included,
 2**-9 to 448; there is no infinity; 0x7F and 0xFF are NaN). A weight takes 8.25 bits in all. Checkpoints such as those
@@ -42,9 +41,8 @@ Outputs are cut into tiles of :data:`TILE`, and a tile is contiguous bytes, in t
 
 The three words of an output are 96 bits, from the lowest bit of the first word on: 8 integers s and then 8 integers m.
 If the last super-block has fewer than 8 groups, the s and m of the missing groups are zero, and these have no codes.
-The inputs are padded to a multiple of 32, and the outputs to a multiple of 64. Padding represents zero, except for
-padded inputs in int4 and in the affine formats: their code is 0, which represents the minimum or offset of the group,
-and kernels multiply it by zero.
+Inputs are padded to a multiple of 32, and outputs to a multiple of 64. Padding represents zero, except for inputs in
+int4 and the affine formats: their code 0 represents the group's minimum or offset, and kernels multiply it by zero.
 """
 
 from __future__ import annotations
@@ -76,9 +74,9 @@ from pymoe._common.types import (
 ZERO = 128
 """Code of zero in int8."""
 LARGEST = 2.0**100
-"""Largest magnitude of a weight."""
+"""Largest magnitude of a weight that :func:`quantize_weight` accepts."""
 SMALLEST_STEP = 2.0**-100
-"""Least step of a grid: a row or group that needs a smaller step becomes constant, namely zero or its minimum."""
+"""Least step of a grid: a row, group or block that needs a smaller step becomes constant: zero, or its minimum."""
 CANDIDATES = 6
 """Number of grids that the search tries for a group, in addition to one from its least to its greatest weight."""
 LARGEST_FIELD = 63
@@ -105,30 +103,31 @@ def check_values(weight: Tensor) -> None:
 def quantize_weight(weight: Tensor, bits: int, format: WeightFormat = "int") -> QuantizedWeight:
     """Round the weights of E linear layers to 8 or 4 bits.
 
-    The weights are first rounded to float32. With 8 bits the scale of an output row is its largest magnitude over 127,
-    and rounding changes a weight by at most half the scale. With 4 bits the grid of a group of 32 inputs goes from the
-    group's least weight (zero if that weight is positive) to its greatest. A search over six narrower and wider grids,
-    each fitted by least squares, replaces this grid if the sum of squared errors becomes smaller. Then scales and
-    minima are rounded to integers of 6 bits times the largest of their super-block over 63. Of each rounded scale and
-    its two neighbours, each with the minimum that fits it, the one with the smallest sum of squared errors is taken. On
-    normally distributed weights the error is 0.7 % (8 bits) or 7.1 % (4 bits) of the weights' norm. The search follows
-    ``make_qkx2_quants``, and the super-blocks follow ``quantize_row_q4_K_ref``, both of llama.cpp.
+    The weights are first rounded to float32. With 8 bits, each output row has one scale, its largest magnitude over
+    127, and a weight changes by at most half the scale. With 4 bits, each group of 32 inputs has a grid of 16 values,
+    at first from the group's least weight (zero if that weight is positive) to its greatest. Six slightly wider or
+    narrower grids, each fitted again by least squares, are tried as well, and the grid with the smallest sum of squared
+    errors is kept. Eight groups form a super-block: their scales are rounded to integers of 6 bits, in units of 1/63 of
+    the largest scale in the super-block, and their minima likewise. For each group, the rounded scale and its two
+    neighbours are tried (for the neighbours, the minimum is fitted again), and the one with the smallest sum of squared
+    errors is kept. This follows llama.cpp's ``quantize_row_q4_K_ref``. On normally distributed weights the error is
+    7.1 % of their norm with 4 bits; with 8 bits it grows with the rows, from 0.7 % (128 inputs) to 0.9 % (7168).
 
-    With 8 bits, rows whose largest magnitude is below 127 * 2**-100 become zero. With 4 bits, a super-block whose
-    weights are much smaller than the largest of its row loses precision (below 2**-24 of it) or becomes constant (below
-    2**-34 of it).
+    With 8 bits, rows whose largest magnitude is below 127 * 2**-100 become zero. With 4 bits, the groups of a
+    super-block become constant if all its weights are much smaller than the largest of the row: below 2**-34 to 2**-36
+    of that weight, depending on its value and on the signs of the others.
 
     With the format "mxfp" the scale of a group of 32 inputs is the greatest power of two that is at most a quarter of
     its largest magnitude (2**-127 at least), and weights become the nearest values of the grid, which ends at 6 times
     the scale; a weight halfway between two values takes the one with the even code. This is the conversion of section
-    6.3 of the OCP Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights: use
-    this format for weights that a checkpoint already stores in it, see :func:`pack_weight`.
+    6.3 of the OCP Microscaling Formats (MX) Specification 1.0. The error is 11.5 % on normally distributed weights, so
+    use this format only for weights that a checkpoint already stores in it, see :func:`pack_weight`.
 
     With the format "fp" the scale of a block of 128 outputs and 128 inputs (fewer at the ends) is its largest magnitude
     over 448, and each weight divided by its scale becomes the nearest value of e4m3; halfway between two values, the
-    one with the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. This is how DeepSeek-V3
-    was quantised (``act_quant`` of its inference code). The error is 2.6 % on normally distributed weights, more than
-    with integers of 8 bits: use this format, too, for weights that a checkpoint already stores in it.
+    one with the even code. Blocks whose largest magnitude is below 448 * 2**-100 become zero. DeepSeek-V3 has weights
+    in this format; its ``act_quant`` rounds activations in the same way. The error is 2.6 % on normally distributed
+    weights, more than with integers of 8 bits, so use this format, too, only for weights of checkpoints.
 
     The packed bytes are the same on every processor and for any number of threads.
 
@@ -169,7 +168,7 @@ def pack_weight(codes: Tensor, scales: Tensor, offsets: Tensor | None = None, bi
     With ``offsets`` the format is "affine", and a weight is ``scale * code + offset``: there is a scale and an offset
     for each output and G inputs, where G is 32 with 8 bits, 128 with 4 bits, and 16 with 2 bits. If groups are larger,
     or whole rows share a scale, repeat scales and offsets. Where another program has a zero point z,
-    ``scale * (code - z)``, the offset is ``-scale * z``, which is exact if the scale has 16 bits and z at most 8 bits.
+    ``scale * (code - z)``, the offset is ``-scale * z``, exact if the scale is a 16-bit float and z has at most 8 bits.
 
     Without ``offsets`` the dtype of the codes determines the format:
 
@@ -261,7 +260,7 @@ def unpack_weight(weight: QuantizedWeight) -> tuple[Tensor, ...]:
         (E, N, ceil(H / 128)) float32.
 
     Raises:
-        TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
+        TypeError: ``weight`` is not a :class:`QuantizedWeight`, or a field has the wrong type or dtype.
         ValueError: its fields do not agree, or it is in a format that :func:`pack_weight` does not make.
 
     Example:
@@ -294,10 +293,10 @@ def dequantize_weight(weight: QuantizedWeight) -> Tensor:
         weight: from :func:`quantize_weight` or :func:`pack_weight`.
 
     Returns:
-        (E, N, H) float32, exact: :func:`quantized_linear` multiplies with these weights. Not differentiable.
+        (E, N, H) float32, exact: W in :func:`quantized_linear`, each weight rounded once. Not differentiable.
 
     Raises:
-        TypeError: ``weight`` is not a :class:`QuantizedWeight`, or its bytes are not uint8.
+        TypeError: ``weight`` is not a :class:`QuantizedWeight`, or a field has the wrong type or dtype.
         ValueError: its fields do not agree.
 
     Example:
@@ -338,9 +337,9 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     # The difference to the larger operand is exact, so an inexact sum fails one of these. Most sums are exact.
     if torch.equal(part, addend) and torch.equal(total - addend, product):
         return total.float()
-    error = (product - (total - part)) + (addend - part)  # the exact error of the sum (Knuth's two-sum)
-    # Replace an inexact sum by its float64 neighbour whose last bit is 1. Rounding it to float32 gives the same as
-    # rounding the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    error = (product - (total - part)) + (addend - part)  # Knuth's two-sum: the exact error of the sum.
+    # If the sum was rounded to a float64 whose last bit is 0, take its neighbour on the other side of the exact sum.
+    # Rounding that to float32 gives the exact sum, rounded (Boldo and Melquiond, "Emulation of FMA and ...", 2008).
     bits = total.view(torch.int64)
     even = (error != 0) & total.isfinite() & ((bits & 1) == 0)
     return torch.where(even, bits + torch.where((error > 0) == (total > 0), 1, -1), bits).view(torch.float64).float()
@@ -376,10 +375,10 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     """Pack weights in llama.cpp's Q4_K format for the kernels.
 
-    This is lossless: a super-block of int4 holds the same bits as a Q4_K block. A block has 256 inputs: the float16 d
-    and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128 bytes of codes. Each 32 of these bytes have
-    the codes of two groups: byte j has the code of input j of the first group in its lower half, and that of the second
-    group in its upper half (``block_q4_K`` of ``ggml-common.h``).
+    This is lossless: a super-block of int4 has the same scales, minima and codes as a Q4_K block. A block has 256
+    inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128 bytes of codes. Each
+    32 of these bytes have the codes of two groups: byte j has the code of input j of the first group in its lower half,
+    and that of the second group in its upper half (``block_q4_K`` of ``ggml-common.h``).
 
     Args:
         blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
@@ -689,7 +688,7 @@ def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tens
 
 
 def _inverse(step: Tensor) -> Tensor:
-    """Return 1 / ``step``, and 0 where ``step`` is 0."""
+    """Return 1 / ``step``, and 0 where ``step`` is 0; no ``step`` is negative."""
     return torch.where(step > 0, torch.where(step > 0, step, 1).reciprocal(), 0)
 
 

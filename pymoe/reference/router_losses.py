@@ -32,7 +32,7 @@ def load_balancing_loss(logits: Tensor, load: Tensor, *, score: Score = "softmax
 
     f_e is the fraction of all slots that expert e got, ``load[e] / load.sum()``, and P_e the mean over tokens of its
     probability: the softmax of the logits, or for ``"sigmoid"`` the scores divided by the token's sum of scores,
-    floored at 1e-20 (DeepSeek-V3, arXiv 2412.19437). Perfect balance gives 1; T = 0 or an empty load gives 0.
+    floored at 1e-20 (DeepSeek-V3, arXiv 2412.19437). Perfect balance gives 1; T = 0 or a load of zeros gives 0.
 
     Args:
         logits: (T, E), any floating dtype.

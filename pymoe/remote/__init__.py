@@ -6,7 +6,7 @@ source folder.
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's lines on stderr tell nothing that the exceptions do not
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's log messages on stderr say nothing that the exceptions do not
 
 try:
     import grpc  # noqa: F401

@@ -31,11 +31,12 @@ from pymoe.runtime.timers import TimerHandle, call_later
 MAX_DEADLINE_S = 1e8
 """Longest time to a deadline that gRPC can represent."""
 CHECK_AGAIN_S = 5.0
-"""Seconds until the next check of a server that answers, but refuses to be watched."""
+"""Seconds until the next check of a server that answers, but refuses the check or to be watched."""
 CHECK_DRAINING_S = 0.2
 """Seconds until the next check of a server that drains: it ends soon, and another may take its place."""
 REFUSED_S = 5.0
-"""Seconds without attempts to open a stream after the server refused one; each request is then a separate call."""
+"""Seconds without attempts to open a stream after the server refused one. Requests that find no idle stream are then
+separate calls."""
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
@@ -70,7 +71,7 @@ class Channel:
         long_methods: the same for requests that are sent with frames (:mod:`pymoe.remote.wire`).
         streams: the streams that carry the requests of blocking callers.
         counts: the numbers of ``attempts``, ``retries`` and ``lost`` attempts (those that a broken connection ended).
-        reachable: false while the server is known to be gone.
+        reachable: false while the server is known to be gone or to drain, and after :meth:`close`.
         closed: true after :meth:`close`.
     """
 
@@ -124,8 +125,9 @@ class Channel:
     def watch(self) -> None:
         """Keep ``reachable`` up to date from now on, and reconnect whenever the connection breaks.
 
-        A health check waits until the server answers; then a second call stays open until the connection breaks or the
-        server drains. (gRPC's own subscriptions to the state of a channel crash when the channel is closed.)
+        A health check asks whether the server serves, and waits for a server that is known to be gone. If the server
+        serves, a second call stays open until the connection breaks or the server drains. (gRPC's own subscriptions to
+        the state of a channel crash when the channel is closed.)
         """
         # If the server has gone since its last answer, a check that waits for it would end only when it is back. So the
         # check waits only if the server is known to be gone.
@@ -195,6 +197,7 @@ class Channel:
             PermissionError: the server expects another token.
             ProtocolError: the server is not an ExpertServer, or is one of another version.
             TimeoutError: the server does not answer.
+            RuntimeError: this process was forked from the one that connected.
         """
         return self._ask("Info", timeout)
 
@@ -202,7 +205,7 @@ class Channel:
         """Make the server refuse further requests, answer current ones, save, and stop; return once it has saved.
 
         Raises:
-            RuntimeError: experts were not saved; the message names them.
+            RuntimeError: experts were not saved; the message names them. Or see :meth:`info`.
             ServerLost, PermissionError, ProtocolError, TimeoutError: see :meth:`info`.
         """
         found = self._ask("Drain", timeout)
@@ -299,8 +302,8 @@ class RequestStream:
         """Send a request, wait, and return the reply with the frames that followed it.
 
         Raises:
-            Ended: the server has replied with the reason why there is no answer. The stream stays open unless the
-                request has frames, which the server may not have read.
+            Ended: the server has replied with the reason why there is no answer, or has ended the stream. After a
+                reply the stream stays open, unless the request has frames, which the server may not have read.
             NoStream: the server refuses to open this stream.
             grpc.RpcError: the stream has ended.
             WireError: the answer is malformed.
@@ -357,6 +360,7 @@ class Streams:
             NoStream: no stream is idle, and the server refuses to open another one, or did so within the last
                 :data:`REFUSED_S` seconds.
             grpc.RpcError, WireError: see :meth:`RequestStream.ask`.
+            RuntimeError: no thread can be started for the timer of the stream.
         """
         stream = self._take(seconds, metadata)
         try:

@@ -296,7 +296,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_loadable(backend: ExpertBackend) -> None:
-    """Raise TypeError if some part of the backend could be saved but not loaded again."""
+    """Raise TypeError if a part of the backend's state could not be saved, or could be saved but not loaded again."""
     scheduler = backend.scheduler
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise TypeError(
@@ -318,10 +318,12 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
 
     torch's optimizers cast the state of each parameter to the parameter's dtype: masks and counters to float, complex
     numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function undoes these casts,
-    unless the expert has other dtypes than the saved expert.
+    unless the expert has other dtypes than the saved expert, or its optimizer overrides ``load_state_dict`` or
+    ``state_dict``.
 
     Raises:
-        ValueError: the state was saved with another kind of optimizer; the first update would fail.
+        ValueError: the state was saved with another kind of optimizer; the first update would fail. The backend has the
+            loaded state all the same.
         RuntimeError: the state does not match the expert's modules.
     """
     opt, saved = backend.opt, state["_extra_state"].get("opt")

@@ -1,6 +1,7 @@
 """Command-line interface of servers of experts.
 
-- ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM or Ctrl-C;
+- ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM, Ctrl-C
+  or ``drain``;
 - ``python -m pymoe.remote info HOST:PORT`` prints the description of a server;
 - ``python -m pymoe.remote drain HOST:PORT`` makes a server answer current requests, save, and end;
 - ``python -m pymoe.remote top HOST:PORT`` shows a live view of a server's pools.
@@ -37,7 +38,11 @@ DRAIN_CHECK_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status. If it fails, print the error and return 1."""
+    """Run the command and return its exit status. If it fails, print the error and return 1.
+
+    Raises:
+        SystemExit: the options are wrong (status 2, after a message), or ask for help.
+    """
     parser = CommandLine(prog=PROGRAM, description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
@@ -100,7 +105,11 @@ def security_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal or a client's ``drain`` ends the server. Do not wait for an expert that hangs then."""
+    """Serve until a signal or a client's ``drain`` ends the server, and return the exit status 0.
+
+    If experts were not saved, raise the error of :meth:`ExpertServer.drain`. But if an expert still hangs by then, end
+    the process at once, with status 1, instead of waiting for the expert.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -212,7 +221,10 @@ class WatchedServer:
         self._time = time.monotonic()
 
     def read(self) -> list[Report]:
-        """Return a report, or an empty list while the server is gone; raise NotARuntime if the report is malformed."""
+        """Return a list of one report, or an empty list while the server is gone.
+
+        Raise NotARuntime if the report is malformed.
+        """
         try:
             found = self._connection.info()
         except (ServerLost, TimeoutError):
@@ -243,7 +255,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Drain a server and wait until it has ended; return 1 if experts were not saved or it has not ended in time."""
+    """Drain a server and wait for its end. Return 0, or 1 if experts were not saved or it has not ended in time."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

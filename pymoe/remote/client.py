@@ -29,7 +29,7 @@ class RemoteBackend:
 
     It can be used like an :class:`~pymoe.runtime.ExpertBackend`: in :class:`~pymoe.runtime.ExpertClient`, in a
     :class:`~pymoe.mixture.MixtureOfExpertBackends`, and in code that calls ``submit_task`` of its pools. Its answers
-    equal the expert's answers on the server bit for bit, unless an ``encoding`` with fewer bits is used.
+    equal the expert's answers on the server bit for bit, unless encodings with fewer bits are used.
 
     Attributes:
         name: name of the expert.
@@ -49,7 +49,7 @@ class RemoteBackend:
 
     @property
     def updates(self) -> int:
-        """Return the number of updates that the expert had made by its last answer to this process."""
+        """Return the number of updates that the expert had made by its last answer over this connection."""
         return self._stub.updates
 
     @property
@@ -137,7 +137,7 @@ class Connection(Channel):
         """End current requests with :class:`~pymoe.remote.ServerLost`, and disconnect.
 
         Returns:
-            False if the connection was closed before.
+            False if nothing was done: the connection was closed before, or this is a forked child.
         """
         if not super().close():
             return False
@@ -203,7 +203,7 @@ def connect(
         TimeoutError: the server does not answer.
         OSError: a file of ``tls`` cannot be read.
         TypeError: ``timeout`` or ``wait`` is not a number, ``tls`` is not a TLS, or ``token`` not a string.
-        ValueError: an invalid address, time or encoding, or a token that would be sent without encryption.
+        ValueError: an invalid address, time, encoding or token, or a token that would be sent without encryption.
 
     Example:
         >>> import pymoe.remote

@@ -115,7 +115,7 @@ def _short(text: str) -> str:
     text = text[:MAX_TEXT].encode(errors="replace").decode()
     left = MAX_TEXT
     for place, character in enumerate(text):
-        # gRPC sends a byte that is not printable ASCII as three bytes: %C3.
+        # gRPC sends a byte that is not printable ASCII, or is %, as three bytes, such as %C3.
         left -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if left < 0:
             return text[:place]

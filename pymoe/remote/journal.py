@@ -38,7 +38,7 @@ KEEP_CLIENT_S = 3600.0
 """Seconds after a client's last request until it may be forgotten."""
 KEEP_ANSWERS_BYTES = 64 << 20
 IN_PART = -1
-"""Used in place of an update's number if some rows of a request were applied and others failed."""
+"""Used in place of an update's number if a failed request was, or may have been, applied in part."""
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Journal:
             AppliedError: the request has been applied, or may have been, and its answer is no longer available.
             QueueFull: too many requests of the client are not yet below its ``ack``, or there are too many clients.
             BaseException: any exception that ``run`` raises or the outcome contains. The key is then new again, unless
-                some rows were applied.
+                some rows were, or may have been, applied.
         """
         known = self._know(client, ack, attempt, incarnation, age)
         while True:

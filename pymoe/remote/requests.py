@@ -64,7 +64,7 @@ class RequestNumbers:
             self._open.discard(number)
 
     def ack(self) -> int:
-        """Return the lowest open number: no attempts with numbers below it will follow."""
+        """Return the lowest open number, or else the next new one: no attempts with numbers below it will follow."""
         with self._lock:
             return min(self._open, default=self._next)
 
@@ -122,6 +122,10 @@ class RemoteCall:
         method: the pass to run.
         tensors: the flat inputs, followed by the gradients of the outputs for a backward pass.
         deadline: a time of ``time.monotonic()``.
+
+    Raises:
+        ServerLost, RuntimeError: see :meth:`Channel.check_usable`.
+        TypeError, ValueError: the tensors cannot be sent; see :func:`pymoe.remote.wire.pack`.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, tensors: Sequence[Tensor], deadline: float) -> None:
@@ -363,7 +367,7 @@ class RemoteFuture(concurrent.futures.Future):
     """
 
     _attempt: Any = None  # gRPC's future of the latest attempt
-    _may_block = False  # true if there may be callbacks that block; they then run on a thread of timers
+    _may_block = False  # true if there may be callbacks that block; they then run on a timer thread
 
     def add_done_callback(self, function: Callable[[Any], Any]) -> None:
         """Call ``function(future)`` once the request is done or cancelled."""
@@ -431,6 +435,7 @@ class DirectPool(_RemotePool):
 
         Raises:
             QueueFull: :data:`MAX_UNDER_WAY` requests were unanswered until the timeout of this one.
+            ServerLost: the connection is closed.
         """
         self._check(tensors)
         seconds = self._seconds(timeout)
@@ -492,10 +497,10 @@ class DirectPool(_RemotePool):
 
 
 class _Attempts:
-    """Sends a call, repeats it if necessary, and completes its future, all on threads of gRPC and of timers.
+    """Sends a call, repeats it if necessary, and completes its future.
 
-    Callbacks that may block run on a thread of timers: on gRPC's thread, they would delay all other answers of the
-    connection.
+    After the first attempt was sent, this happens on threads of gRPC and on timer threads. Callbacks that may block run
+    on a timer thread: on gRPC's thread, they would delay all other answers of the connection.
     """
 
     def __init__(self, call: RemoteCall, future: RemoteFuture, permits: _Permits) -> None:

@@ -36,7 +36,8 @@ CHECK_SIGNALS_S = 1.0
 LAST_REPLIES_S = 1.0
 """Seconds for which calls may continue after everything has been saved."""
 PATIENCE_S = 5.0
-"""Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server."""
+"""Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server (for which
+``grace`` counts if it is longer)."""
 MAX_CALLS = 8192
 """The maximum number of calls at a time, including watches; further calls are refused with ``QueueFull``."""
 PORT_TRIES = 8
@@ -76,9 +77,10 @@ class ExpertServer:
     **Checkpoints.** A checkpoint contains the state of an expert, and the keys of the requests whose updates the state
     includes. A server that was killed restarts from the newest checkpoints: the updates of about the last
     ``save_every`` seconds are lost, even if clients have received answers. :meth:`drain` and the end of the ``with``
-    block save the present state, or raise. The constructor and :meth:`add` test whether the state of an expert can be
-    saved, and the server tests it again after the expert's first update. If it cannot be saved, further backward
-    requests to the expert are refused with TypeError.
+    block save the present state, or raise (after an exception in the block, errors of saving are only logged). The
+    constructor and :meth:`add` test whether the state of an expert can be saved, and the server tests it again after
+    the expert's first update. If it cannot be saved, further backward requests to the expert are refused with
+    TypeError.
 
     Args:
         backends: a backend or several; :meth:`add` adds others. No other Runtime may serve them.
@@ -89,7 +91,7 @@ class ExpertServer:
         token: the token that clients must send; without one, everybody who can connect may train.
         checkpoints: the folder of the checkpoints; None: no checkpoints. When an expert is added, its newest checkpoint
             is loaded. Servers may share a folder if no two of them have an expert of the same name.
-        save_every: seconds between checkpoints.
+        save_every: seconds between checkpoints; 0: save only in :meth:`drain`, :meth:`save` and :meth:`remove`.
         workers: number of threads that run batches; it must exceed the number of experts that may hang at a time. None:
             one for each expert, at least two.
         grace: seconds that current requests have left when the server drains.
@@ -99,7 +101,8 @@ class ExpertServer:
         runtime: the server's Runtime, for statistics.
         stuck: true if an expert hung when the server drained. Its thread would keep the process from ending.
         counts: number of calls by outcome: ``forward``, ``backward``, ``repeated`` (backward requests that an earlier
-            attempt had applied), ``failed``, ``malformed``, ``shed``, ``unauthenticated``, ``saved``, ``save_failed``.
+            attempt had applied), ``failed``, ``malformed``, ``shed`` (refused with QueueFull), ``unauthenticated``; and
+            number of checkpoints: ``saved``, ``save_failed``.
 
     Raises:
         ValueError: other machines can reach ``address``, and encryption or a check of clients is missing; or two
@@ -110,6 +113,7 @@ class ExpertServer:
             not a number. With ``checkpoints`` also: a state cannot be saved. It may contain dense tensors of the dtypes
             that safetensors has, numbers, text and None, in lists, tuples and dicts.
         OSError: the folder ``checkpoints`` is not writable, or another server has an expert of the same name there.
+        RuntimeError: the newest checkpoint of an expert does not match its modules.
 
     Example:
         >>> import pymoe.remote
@@ -386,8 +390,8 @@ class ExpertServer:
         """Load the newest checkpoint of another expert, and serve the expert.
 
         Raises:
-            ValueError, TypeError, OSError: see the constructor.
-            RuntimeError: another Runtime serves the expert, or the server was drained.
+            ValueError, TypeError, OSError, RuntimeError: see the constructor.
+            RuntimeError: another Runtime serves the expert, or the server drains or was drained.
         """
         with self._changes:
             if self._service.draining or self._drained.is_set():

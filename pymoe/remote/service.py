@@ -1,9 +1,9 @@
 """The server's side of a call: checks access, limits memory, passes requests to the expert's pools, and answers.
 
-A separate call is checked for its token, then refused if the server drains, then charged to the byte budget. Only then
-is its body read. For this purpose its handler is registered as the handler of a stream: gRPC then reads messages on
-demand, each of at most :data:`~pymoe.remote.wire.MAX_READ` bytes. On a stream of many requests, a message is charged
-after it was read.
+A request that is a separate call is checked for its token, then refused if the server drains, then charged to the byte
+budget. Only then is its body read. For this purpose its handler is registered as the handler of a stream: gRPC then
+reads messages on demand, each of at most :data:`~pymoe.remote.wire.MAX_READ` bytes. On a stream of many requests, a
+message is charged after it was read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_WATCHES = 4096
 MAX_STREAMS = 1024
 """Maximum number of request streams; each may occupy up to MAX_READ bytes outside the budget."""
 MAX_REQUEST_S = 3600.0
-"""Maximum time limit of a request in seconds, and the time limit of a request whose client sets none."""
+"""Maximum time limit of a request in seconds, and the time limit of a separate call whose client sets none."""
 SLOW_REPLY_S = 10.0
 """Seconds after a request's deadline during which its client may still read a long reply."""
 CUT_S = 1.0
@@ -49,7 +49,7 @@ CUT_S = 1.0
 DRAINING, CUT = "the server is draining", "the server drained before the request was done"
 """Messages for clients whose requests a drain has refused (DRAINING) or cancelled (CUT)."""
 LONG_MESSAGE = 1 << 18
-"""Messages of at least this many bytes are encoded and decoded on another thread, to delay no other request."""
+"""Tensors of at least this many bytes together are encoded and decoded on another thread, to delay no other request."""
 LOOK_S = 0.05
 """Seconds between two readings of the clock by :class:`StallDetector`."""
 STALL_S = 0.2
@@ -211,6 +211,7 @@ class ExpertEntry:
             ValueError: the request has no key.
             AppliedError: see :meth:`pymoe.remote.journal.Journal.once`.
             TypeError: the expert's state can no longer be saved.
+            Exception: any exception of the expert; see also :meth:`forward`.
         """
         if not wire.is_name(request.client) or request.seq < 0:
             raise ValueError(f"{self.name}: a backward request needs a key: client and seq")
@@ -405,7 +406,9 @@ class Service(grpc.GenericRpcHandler):
             self.budget.used -= held
 
     async def _exchange(self, messages: Any, context: Any) -> None:
-        """Answer the requests of a stream one after the other, until the client ends it or the server drains."""
+        """Answer the requests of a stream one after the other, until the client ends it, the server drains, or a failed
+        request has frames that were not read.
+        """
         if self._streams >= MAX_STREAMS:
             await context.abort(*self._status_of(QueueFull(f"{MAX_STREAMS} streams of requests are open")))
         task = self._waited_for()

@@ -6,8 +6,9 @@ not be ignored requires a new service, with the next number in :data:`SERVICE`.
 
 If the tensors of a message have at most :data:`FRAME` bytes together, the message contains them. Otherwise their bytes
 follow the message in **frames** of at most :data:`FRAME` bytes, one tensor after the other. So neither side needs
-memory for a long message in addition to the memory for its tensors. A tensor's bytes are copied once into a message or
-frame and once out of it, not counting the copies that gRPC makes.
+memory for a long message in addition to the memory for its tensors. (The reply to a separate gRPC call has no frames:
+it contains all tensors.) A tensor's bytes are copied once into a message or frame and once out of it, not counting the
+copies that gRPC makes.
 
 Schemas in messages, and optimizer states in checkpoints, are **trees**: nested structures that JSON can represent.
 """
@@ -189,7 +190,7 @@ def decode(data: bytes, kind: type[MessageT]) -> MessageT:
 def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
     """Return the tensors in the form in which a message contains them.
 
-    The result may share the tensors' memory: encode the message before the tensors change.
+    The result may share the tensors' memory: encode the message, and copy its frames, before the tensors change.
 
     Raises:
         TypeError: a dtype that cannot be sent.
