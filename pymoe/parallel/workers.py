@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pymoe._common import checks
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
@@ -51,11 +52,12 @@ def set_parallel_workers(count: int | None) -> None:
             no processor time for some milliseconds; added threads end after some seconds without work.
 
     Raises:
+        TypeError: ``count`` is not an int.
         ValueError: ``count`` is less than 1.
     """
     global _count, _pool
-    if count is not None and count < 1:
-        raise ValueError(f"set_parallel_workers: count must be at least 1, got {count}")
+    if count is not None:
+        checks.integer("set_parallel_workers", "count", count, 1, None, "at least 1")
     with _lock:
         if _count != count:
             _pool = None  # its workers end after the calls that they run
