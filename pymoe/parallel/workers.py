@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pymoe._common import checks
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
@@ -56,8 +55,10 @@ def set_parallel_workers(count: int | None) -> None:
         ValueError: ``count`` is less than 1.
     """
     global _count, _pool
-    if count is not None:
-        checks.integer("set_parallel_workers", "count", count, 1, None, "at least 1")
+    if isinstance(count, bool) or not isinstance(count, (int, type(None))):
+        raise TypeError(f"set_parallel_workers: count must be an int or None, got {type(count).__name__}")
+    if count is not None and count < 1:
+        raise ValueError(f"set_parallel_workers: count must be at least 1, got {count}")
     with _lock:
         if _count != count:
             _pool = None  # its workers end after the calls that they run
