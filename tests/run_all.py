@@ -171,11 +171,6 @@ def deep_steps(level: str) -> list[Step]:
             [[PYTHON, "tests/aarch64/check.py"]],
         ),
         Step(
-            "aarch64-torch",
-            "operators and layers with torch for aarch64, run by an emulator; bits compared as well",
-            [[PYTHON, "tests/aarch64/operators.py"]],
-        ),
-        Step(
             "cuda-mutants",
             "faults planted in the CUDA kernels, one by one: the emulated tests must notice",
             [[PYTHON, "tests/mutants/run.py", "cuda"]],
@@ -201,6 +196,11 @@ def deep_steps(level: str) -> list[Step]:
                 [PYTHON, "tests/cuda_ptx/run_ptx.py", "--durations=10", *cases, *XDIST],
                 [PYTHON, "tests/mutants/run.py", "streams"],
             ],
+        ),
+        Step(
+            "aarch64-torch",
+            "operators and layers with torch for aarch64, run by an emulator; bits compared as well",
+            [[PYTHON, "tests/aarch64/operators.py"]],
         ),
         *([python_step(level)] if level == "deep" else []),
         *([packaging_step("packaging-deep", "CUDA kernels, C++ libraries", level)] if level == "deep" else []),
