@@ -527,3 +527,27 @@ def test_a_callback_waits_for_a_request_that_is_cancelled_together_with_its_own(
         runtime.remove(pools[0], drain=False)
     runtime.shutdown(drain=False)
     assert seen == ["CancelledError"] * len(requests) ** 2
+
+
+NEGATED: dict[str, Callable[[], torch.Tensor]] = {
+    "dense view": lambda: torch.tensor([1 + 2j]).conj().imag.as_strided((2,), (1,), 0),
+    "negated": lambda: torch._neg_view(torch.arange(6.0).view(3, 2)),
+    "one element": lambda: torch.tensor([[1 + 2j]]).conj().imag,
+    "conjugated": lambda: torch.tensor([[1 + 2j], [3 + 4j]]).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", NEGATED)
+def test_negated_tensors_of_inference_mode_keep_their_sign(kind: str) -> None:
+    """In inference mode, views do not know their base. A dense one of several elements whose memory held the negatives
+    of its values was taken for a tensor of its own, and the batch got the negatives, silently.
+    """
+    pool = TaskPool(lambda x: x.clone(), name="pool")
+    with torch.inference_mode():
+        x = NEGATED[kind]()
+        expected = (x * 1).resolve_neg().resolve_conj()
+    with Runtime([pool]):
+        for _ in range(2):
+            assert torch.equal(pool.submit_task(x).result(LONG), expected)
+        with torch.inference_mode():
+            assert torch.equal(pool.submit_task(x).result(LONG), expected)
