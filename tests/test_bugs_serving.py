@@ -462,3 +462,92 @@ def test_a_request_that_its_pool_ended_says_that_no_runtime_serves_the_pool() ->
     time.sleep(0.05)
     with pytest.raises(TimeoutError, match="had not started in time; no Runtime serves the pool"):
         call.result()
+
+
+def test_a_callback_waits_for_a_request_that_expires_together_with_its_own() -> None:
+    """A request's callbacks ran before other requests that expired at the same moment had ended. One that asked for
+    the result of such a request waited for ever.
+    """
+    pool = TaskPool(lambda x: x, name="pool", min_batch_size=8)
+    first, second = (pool.submit_task(torch.ones(1, 1), timeout=0.05) for _ in range(2))
+    seen: list[BaseException | None] = []
+    first.add_done_callback(lambda _: seen.append(second.exception(LONG)))
+    second.add_done_callback(lambda _: seen.append(first.exception(LONG)))
+    time.sleep(0.1)
+    with pytest.raises(TimeoutError, match="had not started in time"):
+        first.result()
+    assert [type(one) for one in seen] == [TimeoutError, TimeoutError]
+    assert all("had not started in time" in str(one) for one in seen)
+
+
+def test_a_callback_of_an_expired_request_waits_for_the_next_batch() -> None:
+    """Requests that had expired were taken from the queue together with a batch, and their callbacks ran before it. One
+    that asked for a result of this batch was told that a batch waits for its own expert.
+    """
+    pool = TaskPool(lambda x: x + 1, name="pool")
+    late = pool.submit_task(torch.ones(1, 1), timeout=0.05)
+    following = pool.submit_task(torch.ones(1, 1))
+    seen: list[Any] = []
+
+    def ask(_: object) -> None:
+        try:
+            seen.append(following.result(LONG).item())
+        except Exception as error:
+            seen.append(error)
+
+    late.add_done_callback(ask)
+    time.sleep(0.1)
+    with Runtime([pool], num_workers=1):
+        assert isinstance(late.exception(LONG), TimeoutError)
+        assert following.result(LONG).item() == 2
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_callback_waits_for_a_request_that_is_cancelled_together_with_its_own(count: int) -> None:
+    """``shutdown(drain=False)`` cancelled one request after the other, and ran the callbacks of each in between. One
+    that asked for the result of a later one kept the shutdown waiting for ever.
+    """
+    pools = [TaskPool(lambda x: x, name=f"pool {i}", min_batch_size=8) for i in range(count)]
+    runtime = Runtime(pools)
+    runtime.start()
+    requests = [pool.submit_task(torch.ones(1, 1)) for pool in pools for _ in range(2)]
+    seen: list[str] = []
+
+    def ask(_: object) -> None:
+        for request in requests:
+            try:
+                request.result(LONG)
+            except (CancelledError, TimeoutError) as error:
+                seen.append(type(error).__name__)
+
+    for request in requests:
+        request.add_done_callback(ask)
+    if count == 1:
+        runtime.remove(pools[0], drain=False)
+    runtime.shutdown(drain=False)
+    assert seen == ["CancelledError"] * len(requests) ** 2
+
+
+NEGATED: dict[str, Callable[[], torch.Tensor]] = {
+    "dense view": lambda: torch.tensor([1 + 2j]).conj().imag.as_strided((2,), (1,), 0),
+    "negated": lambda: torch._neg_view(torch.arange(6.0).view(3, 2)),
+    "one element": lambda: torch.tensor([[1 + 2j]]).conj().imag,
+    "conjugated": lambda: torch.tensor([[1 + 2j], [3 + 4j]]).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", NEGATED)
+def test_negated_tensors_of_inference_mode_keep_their_sign(kind: str) -> None:
+    """In inference mode, views do not know their base. A dense one of several elements whose memory held the negatives
+    of its values was taken for a tensor of its own, and the batch got the negatives, silently.
+    """
+    pool = TaskPool(lambda x: x.clone(), name="pool")
+    with torch.inference_mode():
+        x = NEGATED[kind]()
+        expected = (x * 1).resolve_neg().resolve_conj()
+    with Runtime([pool]):
+        for _ in range(2):
+            assert torch.equal(pool.submit_task(x).result(LONG), expected)
+        with torch.inference_mode():
+            assert torch.equal(pool.submit_task(x).result(LONG), expected)

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/torch_calls.h"
+
 namespace pymoe::bindings::dlpack {
 namespace {
 
@@ -37,7 +39,6 @@ constexpr const char* kCapsule = "dlpack_exchange_api";
 const Table* table = nullptr;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
-PyObject* base_name = nullptr;  // "_base"
 
 // A block of memory, and the DLPack description of it that torch keeps.
 struct Owned {
@@ -83,10 +84,13 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
         where, position, static_cast<int>(type));
 }
 
-// Returns true if the tensor's memory contains the negatives of its values (torch's "neg bit"). Checks only views:
-// other tensors cannot have this bit, and torch releases the GIL during the check.
-bool is_negated(PyObject* object) {
-  return !own(PyObject_GetAttr(object, base_name)).is_none() && py::handle(object).attr("is_neg")().ptr() == Py_True;
+// Returns true if the tensor's memory contains the conjugates or the negatives of its values (torch's "conj bit" and
+// "neg bit"): z.conj().imag is negated. One call returns both bits, for any tensor, and does not release the GIL as
+// is_neg does.
+bool has_bits(PyObject* object, const char* where, Py_ssize_t position) {
+  const auto bits = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch_calls().get_tensor_metadata, object));
+  if (!bits) refuse(py::error_already_set(), object, where, position);
+  return PyObject_IsTrue(bits.ptr()) != 0;
 }
 
 // Converts an unusual tensor to a plain, dense one with the same values.
@@ -127,20 +131,11 @@ bool Tensor::dense() const {
   return true;
 }
 
-bool Tensor::contiguous() const {
-  // The memory of the imaginary part of a conjugated tensor (z.conj().imag) contains the negatives of its values. Its
-  // stride is 2, so it is not dense unless it has a single element: treat every single element as not contiguous.
-  // (is_negated would detect it, except among inference tensors, which do not record their base.)
-  const auto is_one = [](int64_t size) { return size == 1; };
-  return dense() && !std::all_of(shape, shape + ndim, is_one);
-}
-
 void load() {
   if (table != nullptr) return;
   const auto torch = py::module_::import("torch");
   tensor_type = type_of(torch, "Tensor");
   parameter_type = type_of(py::module_::import("torch.nn"), "Parameter");
-  base_name = forever(own(PyUnicode_InternFromString("_base")));
   const py::object capsule = py::getattr(torch.attr("Tensor"), "__dlpack_c_exchange_api__", py::none());
   const auto* found = static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), kCapsule));
   PyErr_Clear();
@@ -161,7 +156,7 @@ py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
   const bool known = Py_TYPE(object) == tensor_type || Py_TYPE(object) == parameter_type;
   if (known) {
     read_table(object, tensor, where, position);
-    if (tensor.dtype.code != kComplex && tensor.contiguous() && !is_negated(object)) return borrow(object);
+    if (tensor.dense() && !has_bits(object, where, position)) return borrow(object);
   }
   py::object dense = plain(object, where, position);
   read_table(dense.ptr(), tensor, where, position);

@@ -25,7 +25,6 @@ struct DataType {
   uint16_t lanes;
   auto operator<=>(const DataType&) const = default;
 };
-constexpr uint8_t kComplex = 5;
 
 struct Tensor {
   void* data;
@@ -41,9 +40,6 @@ struct Tensor {
   int64_t row_bytes() const;
   // Returns true if the elements lie one after the other in row-major order, without gaps, or if there are none.
   bool dense() const;
-  // Returns true if the tensor is dense and does not have a single element. The memory of a single element may contain
-  // the negative of its value, if it is the imaginary part of a conjugated tensor.
-  bool contiguous() const;
 };
 
 // Finds torch's table of C functions. Throws an ImportError if this torch has no supported table.

@@ -117,7 +117,7 @@ class PyExecutor {
     if (!threads) return true;
     {
       const WithoutGil released;
-      for (const auto& strand : strands) strand->request_stop(drain ? Stop::kDrain : Stop::kCancel);
+      runtime::Strand<SystemSync>::request_stop(strands, drain ? Stop::kDrain : Stop::kCancel);
     }
     return std::all_of(strands.begin(), strands.end(), [&](const auto& strand) {
       const auto ended = [&](Clock::time_point until) { return threads->threads.wait_released_until(strand, until); };

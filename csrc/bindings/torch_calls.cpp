@@ -67,6 +67,7 @@ TorchCalls load() {
   calls.cat = find("cat");
   calls.empty = find("empty");
   calls.unsafe_split_with_sizes = find("unsafe_split_with_sizes");
+  calls.get_tensor_metadata = find("_C._get_tensor_metadata");
   calls.is_grad_enabled = find("is_grad_enabled");
   calls.set_grad_enabled = find("_C._set_grad_enabled");
   calls.plain_state = new std::vector<Question>(plain_state());

@@ -19,6 +19,7 @@ struct TorchCalls {
   PyObject* cat;
   PyObject* empty;
   PyObject* unsafe_split_with_sizes;
+  PyObject* get_tensor_metadata;
   PyObject* gather_batch;  // pymoe's operator; null if the operators are not loaded
   PyObject* is_grad_enabled;
   PyObject* set_grad_enabled;

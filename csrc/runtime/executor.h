@@ -11,7 +11,7 @@
 //            submitted request is done and every thread has ended. Both may be called repeatedly. The destructor stops
 //            with kCancel.
 // Release    wait_released_until detaches a strand once its requests are done, so that an expert can leave while others
-//            continue. Call the strand's own request_stop before. reopen reverses that request_stop, if no thread waits
+//            continue. Call the strand's request_stop before. reopen reverses that request_stop, if no thread waits
 //            for the strand's end.
 // Errors     attach and reopen throw StoppedError after a stop; attach throws std::logic_error if the strand is already
 //            attached to an executor. wait_stopped_until throws std::logic_error on a worker, or inside a batch of one
@@ -80,9 +80,7 @@ class Executor {
     attach(strand);
   }
 
-  void request_stop(Stop how) {
-    for (const StrandPointer& strand : stop_attaching()) strand->request_stop(how);
-  }
+  void request_stop(Stop how) { Strand<Sync>::request_stop(stop_attaching(), how); }
 
   bool wait_stopped_until(Time until) {
     for (const StrandPointer& strand : stop_attaching()) {

@@ -6,7 +6,9 @@
 //            ready only after the pool's timeout; in between, the linger decides (batching.h).
 // Batches    A batch takes whole requests from the front; the first one that does not fit ends it. A request larger
 //            than max_batch_size is taken in slices, which fill batches to the last row.
-// Deadlines  A request that has not begun by its deadline is returned as expired and never becomes part of a batch.
+// Deadlines  expire returns the requests that have not begun by their deadline. Call it before take if next_deadline
+// has
+//            passed: take does not look at deadlines.
 // Claims     take, remove, expire and clear claim the requests that they return: the caller must complete them.
 //
 // Not thread-safe: the strand's mutex guards it.
@@ -64,10 +66,8 @@ class RequestQueue {
     return enough ? std::min(linger_.until(oldest), overdue) : overdue;
   }
 
-  // Removes and returns the next batch, and adds expired requests to `expired`. The batch is empty only if every
-  // request had expired.
-  Slices take(Time now, Requests& expired) {
-    expire(now, expired);
+  // Removes and returns the next batch.
+  Slices take() {
     Slices batch;
     linger_.started(requests());
     int64_t room = options_.max_batch_size;

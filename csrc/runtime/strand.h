@@ -66,29 +66,16 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     workers_ = timer_ = nullptr;
   }
 
-  // Closes the strand's pools. With kDrain, queued requests run without waiting for more; with kCancel, they are
-  // cancelled, and so are the remaining rows of requests that have begun.
-  void request_stop(Stop how) {
-    std::vector<std::shared_ptr<TaskPool<Sync>>> pools;
-    Plan made;
-    {
-      const std::lock_guard lock(mutex_);
-      pools = owners();
-      draining_ = true;
-      made = how == Stop::kDrain ? plan(Sync::now()) : Plan{};
-    }
-    for (const auto& pool : pools) pool->close();
-    if (how == Stop::kCancel) {
-      for (const auto& pool : pools) {
-        pool->cancel_all("the request was cancelled: the runtime was shut down before it had started");
-      }
-      const std::lock_guard lock(mutex_);
-      made = plan(Sync::now());  // as after every change of the queues
-    }
-    carry_out(made);
+  // Closes the pools of the strands. With kDrain, queued requests run without waiting for more; with kCancel, they are
+  // cancelled, and so are the remaining rows of requests that have begun. All of them end before any callback runs,
+  // because a callback may wait for any of them.
+  static void request_stop(const std::vector<std::shared_ptr<Strand>>& strands, Stop how) {
+    std::vector<Ended> ended;
+    for (const auto& strand : strands) strand->request_stop(how, ended);
+    for (const Ended& of_pool : ended) of_pool.call();
   }
 
-  // Reverses request_stop: opens the pools again. No thread may be waiting in wait_finished_until.
+  // Reverses request_stop: opens the strand's pools again. No thread may be waiting in wait_finished_until.
   void reopen() {
     Plan made;
     {
@@ -176,13 +163,25 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::exception_ptr error;
   };
 
-  // What help() has taken from a queue: a batch to run, which may be empty, and requests that have expired.
+  // Requests that have ended, and the callbacks of each. Whoever ended them calls the callbacks after it has ended all
+  // requests that it ends, because a callback may wait for any of them.
+  struct Ended {
+    std::vector<std::shared_ptr<Request<Sync>>> requests;
+    std::vector<typename Completion<Sync>::Callbacks> callbacks;
+
+    void call() const {
+      for (const auto& of_request : callbacks) {
+        for (const auto& callback : of_request) callback();
+      }
+    }
+  };
+
+  // What help() has taken from a queue.
   struct Taken {
     std::shared_ptr<Pool> pool;
     Queue* queue;
     Time start;
     typename Queue::Slices batch;
-    typename Queue::Requests expired;
   };
 
   struct Deadlines : Job {
@@ -276,13 +275,18 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::shared_ptr<Pool> pool = chosen->weak_from_this().lock();
     if (!pool) return false;  // being destroyed: its destructor waits for the lock
 
-    Taken taken{std::move(pool), queue, start, {}, {}};
-    taken.batch = queue->take(start, taken.expired);
-    taken.pool->taken(taken.batch, taken.expired, start);
-    if (!taken.batch.empty()) {  // an empty batch (all expired) does not keep others from running batches
-      running_ = true;
-      runner_ = Sync::this_thread();
+    if (queue->next_deadline() <= start) {  // without a batch: the callbacks may wait for the one that would be next
+      lock.unlock();
+      pool->expire();
+      pool.reset();
+      lock.lock();
+      return true;
     }
+
+    Taken taken{std::move(pool), queue, start, queue->take()};
+    taken.pool->taken(taken.batch, start);
+    running_ = true;
+    runner_ = Sync::this_thread();
     lock.unlock();
     run_taken(std::move(taken));
     lock.lock();
@@ -310,22 +314,16 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
   // Runs the batch and ends its requests; throws Interrupted if the batch was interrupted. `taken` is passed by value,
   // so that it is destroyed here: the last reference to a pool or a request must not be dropped under the lock.
   void run_taken(Taken taken) {
-    const auto& [pool, queue, start, batch, expired] = taken;
-    const bool runs = !batch.empty();
-    pool->finish_expired(expired);
+    const auto& [pool, queue, start, batch] = taken;
     std::vector<Outcome> outcomes(batch.size());
-    if (runs) {
-      ++Sync::batches_on_this_thread();
-      execute(*pool, batch, outcomes);
-      --Sync::batches_on_this_thread();
-    }
+    ++Sync::batches_on_this_thread();
+    execute(*pool, batch, outcomes);
+    --Sync::batches_on_this_thread();
     const Time end = Sync::now();
 
     std::unique_lock lock(mutex_);
-    if (runs) {
-      running_ = false;
-      runner_ = {};
-    }
+    running_ = false;
+    runner_ = {};
     const auto ended = pool->settle(*queue, batch, outcomes, start, end);
     const Plan made = plan(end);
     lock.unlock();
@@ -365,6 +363,28 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     const size_t half = batch.size() / 2;
     execute(pool, batch.first(half), outcomes.first(half));
     execute(pool, batch.subspan(half), outcomes.subspan(half));
+  }
+
+  // Stops the strand, and adds the requests that this ends to `ended`. The caller must call their callbacks.
+  void request_stop(Stop how, std::vector<Ended>& ended) {
+    std::vector<std::shared_ptr<Pool>> pools;
+    Plan made;
+    {
+      const std::lock_guard lock(mutex_);
+      pools = owners();
+      draining_ = true;
+      made = how == Stop::kDrain ? plan(Sync::now()) : Plan{};
+    }
+    for (const auto& pool : pools) pool->close();
+    if (how == Stop::kCancel) {
+      for (const auto& pool : pools) {
+        ended.push_back(
+            pool->cancel_queued("the request was cancelled: the runtime was shut down before it had started"));
+      }
+      const std::lock_guard lock(mutex_);
+      made = plan(Sync::now());  // as after every change of the queues
+    }
+    carry_out(made);
   }
 
   void expire() {

@@ -60,7 +60,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
       strand_->remove(this);
       clear(left, true);  // no batch runs, since that would hold the pool
     }
-    cancel_all(left, "the request was cancelled: its pool has gone before it had started");
+    cancel(std::move(left), "the request was cancelled: its pool has gone before it had started").call();
   }
 
   // Queues the request. Returns false if the queue has no room by `until`; the client may then try again, and the
@@ -165,7 +165,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
       }
     }
     statistics_.cancelled.add();
-    finish(*request, std::make_exception_ptr(Cancelled("the request was cancelled")));
+    end({request}, std::make_exception_ptr(Cancelled("the request was cancelled"))).call();
     return true;
   }
 
@@ -178,20 +178,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // Ends, with Cancelled(reason), every request that has not begun or needs further batches. If a running batch
   // contains a part of the request, the request ends with that batch, also with Cancelled.
-  void cancel_all(const std::string& reason) {
-    Requests cleared;
-    {
-      const std::lock_guard lock(strand_->mutex_);
-      clear(cleared);
-      for (auto& [kind, queue] : queues_) {
-        for (const auto& request : queue->begun()) {
-          bool ends_now = false;
-          if (give_up(*queue, *request, ends_now) && ends_now) cleared.push_back(request);
-        }
-      }
-    }
-    cancel_all(cleared, reason);
-  }
+  void cancel_all(const std::string& reason) { cancel_queued(reason).call(); }
 
   // Completes, with DeadlineExceeded, every request whose deadline has passed.
   void expire() {
@@ -207,7 +194,12 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
       plan = strand_->plan(now);
     }
     strand_->carry_out(plan);
-    finish_expired(expired);
+    if (expired.empty()) return;
+    statistics_.expired.add(static_cast<int64_t>(expired.size()));
+    const auto error =
+        std::make_exception_ptr(DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time" +
+                                                 (strand_->attached() ? "" : "; no Runtime serves the pool")));
+    end(std::move(expired), error).call();
   }
 
   // Returns true only the first time, so that at most one client is told that no runtime serves the pool.
@@ -222,6 +214,7 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
   friend class Strand<Sync>;
   using Queue = RequestQueue<Sync>;
   using Outcome = typename Strand<Sync>::Outcome;
+  using Ended = typename Strand<Sync>::Ended;
 
   TaskPool(std::string name, const BatchingOptions<Sync>& options, std::shared_ptr<BatchFunction<Sync>> function,
            std::shared_ptr<Strand<Sync>> strand)
@@ -268,10 +261,9 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
     if (strand_->watching_ > 0) strand_->changed_.notify_all();
   }
 
-  // Updates the pool's counters after `batch` and the expired requests were taken from a queue, at `now`.
-  void taken(const std::vector<Slice<Sync>>& batch, const Requests& expired, Time now) {
-    int64_t rows = 0, requests = static_cast<int64_t>(expired.size());
-    for (const auto& request : expired) rows += request->rows;
+  // Updates the pool's counters after `batch` was taken from a queue, at `now`.
+  void taken(const std::vector<Slice<Sync>>& batch, Time now) {
+    int64_t rows = 0, requests = 0;
     for (const auto& slice : batch) {
       rows += slice.end - slice.begin;
       requests += slice.last();
@@ -351,32 +343,40 @@ class TaskPool : public std::enable_shared_from_this<TaskPool<Sync>> {
 
   // --- completing; no lock is held ---
 
-  void finish(Request<Sync>& request, std::exception_ptr error) {
-    const auto callbacks = request.end(std::move(error));
-    strand_->finished(1);
-    for (const auto& callback : callbacks) callback();
+  // Ends requests that this thread has claimed. The caller must call their callbacks.
+  [[nodiscard]] Ended end(Requests requests, const std::exception_ptr& error) {
+    Ended ended{std::move(requests), {}};
+    for (const auto& request : ended.requests) ended.callbacks.push_back(request->end(error));
+    strand_->finished(static_cast<int64_t>(ended.requests.size()));
+    return ended;
+  }
+
+  [[nodiscard]] Ended cancel(Requests requests, const std::string& reason) {
+    if (requests.empty()) return {};
+    statistics_.cancelled.add(static_cast<int64_t>(requests.size()));
+    return end(std::move(requests), std::make_exception_ptr(Cancelled(reason)));
+  }
+
+  // Does what cancel_all does, but leaves the callbacks to the caller.
+  [[nodiscard]] Ended cancel_queued(const std::string& reason) {
+    Requests cleared;
+    {
+      const std::lock_guard lock(strand_->mutex_);
+      clear(cleared);
+      for (auto& [kind, queue] : queues_) {
+        for (const auto& request : queue->begun()) {
+          bool ends_now = false;
+          if (give_up(*queue, *request, ends_now) && ends_now) cleared.push_back(request);
+        }
+      }
+    }
+    return cancel(std::move(cleared), reason);
   }
 
   std::string closed_message() const {
     return "TaskPool '" + name_ +
            "': submit after it was closed: its Runtime has been shut down, or has removed it; submit while one serves "
            "it";
-  }
-
-  void cancel_all(const Requests& requests, const std::string& reason) {
-    if (requests.empty()) return;
-    const auto error = std::make_exception_ptr(Cancelled(reason));
-    statistics_.cancelled.add(static_cast<int64_t>(requests.size()));
-    for (const auto& request : requests) finish(*request, error);
-  }
-
-  void finish_expired(const Requests& expired) {
-    if (expired.empty()) return;
-    statistics_.expired.add(static_cast<int64_t>(expired.size()));
-    const auto error =
-        std::make_exception_ptr(DeadlineExceeded("TaskPool '" + name_ + "': the request had not started in time" +
-                                                 (strand_->attached() ? "" : "; no Runtime serves the pool")));
-    for (const auto& request : expired) finish(*request, error);
   }
 
   static uint64_t nanoseconds(typename Sync::Duration duration) {

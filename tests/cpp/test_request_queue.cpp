@@ -40,7 +40,10 @@ struct Bench {
     queue.push(pushed, now);
     return pushed;
   }
-  std::vector<Slice<Sync>> take(Time now) { return queue.take(now, expired); }
+  std::vector<Slice<Sync>> take(Time now) {
+    queue.expire(now, expired);
+    return queue.take();
+  }
 
   // Takes a batch at `start` and ends it after `took`, with all its requests done.
   std::vector<Slice<Sync>> run(Time start, Sync::Duration took) {

@@ -117,7 +117,7 @@ TEST_CASE("one strand leaves while others work on") {
   executor.attach(leaving->strand());
   executor.attach(staying->strand());
   const Pointer last = submit(*leaving, request());
-  leaving->strand()->request_stop(Stop::kDrain);
+  Strand<Sync>::request_stop({leaving->strand()}, Stop::kDrain);
   while (!executor.wait_released_until(leaving->strand(), kForever)) {
   }
   CHECK(succeeded(last));
@@ -134,7 +134,7 @@ TEST_CASE("a strand whose release nobody waits for is taken back, before its end
   executor.attach(held->strand());
   const Pointer first = submit(*held, request());
   gate.begun.wait();
-  held->strand()->request_stop(Stop::kDrain);
+  Strand<Sync>::request_stop({held->strand()}, Stop::kDrain);
   CHECK_FALSE(executor.wait_released_until(held->strand(), Sync::now() + 1ms));
   CHECK_THROWS_AS(held->submit(request(), kForever), StoppedError);
   executor.reopen(held->strand());
@@ -143,7 +143,7 @@ TEST_CASE("a strand whose release nobody waits for is taken back, before its end
   held->wait(second, kForever);
   CHECK(succeeded(first));
   CHECK(succeeded(second));
-  held->strand()->request_stop(Stop::kDrain);
+  Strand<Sync>::request_stop({held->strand()}, Stop::kDrain);
   while (!executor.wait_released_until(held->strand(), kForever)) {
   }
   executor.reopen(held->strand());

@@ -340,3 +340,82 @@ TEST_CASE("a pool that goes completes what it holds") {
   pool.reset();
   CHECK(failed_with<Cancelled>(r, "has gone"));
 }
+
+// Sets a callback on one request that waits for another, and then says whether that one had ended.
+static void wait_after(Pool& pool, const Pointer& one, const Pointer& other, std::atomic<int>& ended) {
+  one->on_done([&, other] { ended += pool.wait(other, Sync::now() + 2s); });
+}
+
+TEST_CASE("a callback may wait for any request that ends together with its own") {
+  std::atomic<int> ended{0};
+  SUBCASE("their deadlines have passed") {
+    auto pool = make_pool();
+    const auto soon = Sync::now() + 1ms;
+    const Pointer first = request(1, 0, soon), second = request(1, 0, soon);
+    wait_after(*pool, first, second, ended);
+    wait_after(*pool, second, first, ended);
+    submit(*pool, first);
+    submit(*pool, second);
+    std::this_thread::sleep_until(soon);
+    pool->expire();
+    CHECK(failed_with<DeadlineExceeded>(first));
+  }
+  SUBCASE("the pool is cancelled") {
+    auto pool = make_pool();
+    const Pointer first = request(), second = request();
+    wait_after(*pool, first, second, ended);
+    wait_after(*pool, second, first, ended);
+    submit(*pool, first);
+    submit(*pool, second);
+    pool->cancel_all("stopped");
+    CHECK(failed_with<Cancelled>(first, "stopped"));
+  }
+  SUBCASE("a stop cancels the pools of a strand, and other strands") {
+    Options never;
+    never.min_batch_size = 100;
+    auto strand = std::make_shared<Strand<Sync>>();
+    auto forward = make_pool({}, never, strand), backward = make_pool({}, never, strand), other = make_pool({}, never);
+    const Pointer a = request(), b = request(), c = request();
+    wait_after(*backward, a, b, ended);
+    wait_after(*other, b, c, ended);
+    submit(*forward, a);
+    submit(*backward, b);
+    submit(*other, c);
+    Executor<Sync> executor(1);
+    executor.attach(std::vector{strand, other->strand()});
+    stop(executor, Stop::kCancel);
+    for (const Pointer& request : {a, b, c}) CHECK(failed_with<Cancelled>(request, "shut down"));
+  }
+  CHECK(ended == 2);
+}
+
+TEST_CASE("a callback of a request that a worker finds expired may wait for the next batch") {
+  auto pool = make_pool();
+  const auto workers = std::make_shared<WorkerPool<Sync>>(1), timer = std::make_shared<WorkerPool<Sync>>(1);
+  timer->request_stop(Stop::kCancel);  // so that the worker finds it
+  const Pointer late = request(1, 0, Sync::now() + 1ms), next = request();
+  std::atomic<bool> ended{false};
+  std::latch called(1);
+  late->on_done([&] {
+    try {
+      ended = pool->wait(next, Sync::now() + 2s, Help::kYes);
+    } catch (const std::logic_error&) {
+    }
+    called.count_down();
+  });
+  submit(*pool, late);
+  submit(*pool, next);
+  std::this_thread::sleep_until(*late->deadline);
+  pool->strand()->attach(workers, timer);
+  called.wait();
+  CHECK(failed_with<DeadlineExceeded>(late));
+  CHECK(ended);
+  CHECK(next->wait_until(kForever));
+  CHECK(succeeded(next));
+  for (const auto& threads : {workers, timer}) {
+    threads->request_stop(Stop::kDrain);
+    while (!threads->wait_stopped_until(kForever)) {
+    }
+  }
+  pool->strand()->detach();
+}

@@ -146,9 +146,9 @@ FAULTS = [
     ),
     Fault(
         "a deadline is looked at by the timer alone",
-        REQUEST_QUEUE,
-        "    expire(now, expired);\n    Slices batch;",
-        "    Slices batch;",
+        STRAND,
+        "if (queue->next_deadline() <= start) {",
+        "if (false) {",
         "batching",
         "clients that cancel",
     ),
@@ -179,14 +179,6 @@ FAULTS = [
         "if (running_ || !workers_) return false;",
         "if (!workers_) return false;",
         "batching",
-    ),
-    Fault(
-        "whoever found only expired requests declares the strand free",
-        STRAND,
-        "    if (runs) {\n      running_ = false;",
-        "    {\n      running_ = false;",
-        "batching",
-        "clients that cancel",
     ),
     Fault(
         "a worker that waits for a request does not look for the batch that becomes ready",
