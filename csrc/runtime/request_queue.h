@@ -6,9 +6,8 @@
 //            ready only after the pool's timeout; in between, the linger decides (batching.h).
 // Batches    A batch takes whole requests from the front; the first one that does not fit ends it. A request larger
 //            than max_batch_size is taken in slices, which fill batches to the last row.
-// Deadlines  expire returns the requests that have not begun by their deadline. Call it before take if next_deadline
-// has
-//            passed: take does not look at deadlines.
+// Deadlines  expire returns the requests that have not begun by their deadline. take does not look at deadlines: call
+//            expire before it if next_deadline has passed.
 // Claims     take, remove, expire and clear claim the requests that they return: the caller must complete them.
 //
 // Not thread-safe: the strand's mutex guards it.
