@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,16 @@ from pymoe.runtime import (
     BatchTensorProto,
     ExpertBackend,
     ExpertClient,
+    NonFiniteGradientError,
     Runtime,
     TaskPool,
     as_completed,
     nested_pack,
 )
 from pymoe.runtime.client import detached, overlap
+from pymoe.runtime.expert_device import ExpertDevice
+from pymoe.runtime.monitoring.statistics import ServedPools, StatsReader
+from pymoe.runtime.numbered import numbered_backward_pool
 from pymoe.runtime.top import drawing
 
 
@@ -551,3 +556,82 @@ def test_negated_tensors_of_inference_mode_keep_their_sign(kind: str) -> None:
             assert torch.equal(pool.submit_task(x).result(LONG), expected)
         with torch.inference_mode():
             assert torch.equal(pool.submit_task(x).result(LONG), expected)
+
+
+@pytest.mark.parametrize("bad", ["the norm of two batches", "the norm of one batch", "a gradient"])
+def test_a_batch_with_which_accumulated_gradients_were_dropped_is_not_run_again(bad: str) -> None:
+    """If the norm of the gradients of two batches overflowed, those of the first were dropped, too, but the second
+    batch ran again in halves. The halves made the update without the first batch, and nobody saw an error.
+
+    A batch with which nothing else is dropped still runs again in halves, so that only the bad request fails.
+    """
+    expert = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(expert.weight)
+    backend = ExpertBackend(
+        "expert",
+        expert,
+        torch.optim.SGD(expert.parameters(), 1.0),
+        args_schema=[BatchTensorProto(2)],
+        accumulate_steps=1 if bad == "the norm of one batch" else 2,
+        clip_grad_norm=1.0,
+        isolate=True,
+    )
+    one, most = torch.ones(1, 1), torch.finfo(torch.float32).max
+    huge = {
+        "the norm of two batches": [0.0, 0.9 * most],
+        "the norm of one batch": [0.9 * most] * 2,
+        "a gradient": [0.0, float("nan")],
+    }[bad]
+    first = [0.9 * most, 0.0] if bad == "the norm of two batches" else [3.0, 0.0]
+    if backend._rule.accumulate_steps == 2:
+        backend.backward(torch.tensor([first]), one)
+    requests = [backend.backward_pool.submit_task(torch.tensor([x]), one) for x in (huge, [0.0, 4.0])]
+    with Runtime([backend]):  # takes both requests as one batch
+        errors = [request.exception(LONG) for request in requests]
+    assert isinstance(errors[0], NonFiniteGradientError)
+    if bad == "the norm of two batches":
+        assert errors[1] is errors[0]
+        assert "2 batches" in str(errors[0])
+        assert expert.weight.tolist() == [[0.0, 0.0]]
+    else:
+        assert errors[1] is None
+        moved = [[-0.6, -0.8]] if bad == "a gradient" else [[0.0, -1.0]]
+        torch.testing.assert_close(expert.weight.detach(), torch.tensor(moved))
+
+
+def test_a_prototype_without_a_layout_is_refused() -> None:
+    """``layout=None`` was accepted, although no tensor matches it: every request failed."""
+    with pytest.raises(TypeError, match=r"expected layout to be a torch\.layout, got None"):
+        BatchTensorProto(3, layout=None)  # type: ignore[arg-type]
+
+
+def test_the_first_rate_of_an_added_pool_counts_from_its_addition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests since a pool was added were divided by the seconds since the monitor's previous report, or since its
+    start: a pool that was added after an hour showed a few requests per second.
+    """
+    now = 0.0
+    monkeypatch.setattr("pymoe.runtime.monitoring.statistics.time", SimpleNamespace(monotonic=lambda: now))
+    old, new = (TaskPool(lambda x: x, name=name) for name in ("old", "new"))
+    served = ServedPools([old])
+    reader = StatsReader(served)
+    now = 3600.0
+    served.add([new])
+    with Runtime([old, new]):
+        for pool in (old, new):
+            pool(torch.ones(5, 1))
+    now = 3602.0
+    stats = reader.read()
+    assert (stats["new"].requests_per_second, stats["new"].rows_per_second) == (0.5, 2.5)
+    assert stats["old"].requests_per_second == pytest.approx(1 / 3602)
+
+
+def test_numbered_requests_for_a_gpu_are_gathered_in_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool of a server's backward requests did not have the default of the other pools of an expert on a GPU."""
+    backend = ExpertBackend("expert", nn.Linear(4, 4), args_schema=[BatchTensorProto(4)])
+    monkeypatch.setattr(ExpertDevice, "device", torch.device("cuda"))
+    made = []
+    monkeypatch.setattr("pymoe.runtime.numbered.TaskPool", lambda *_, **options: made.append(options["pin_memory"]))
+    numbered_backward_pool(backend)
+    backend._pool_options["pin_memory"] = False
+    numbered_backward_pool(backend)
+    assert made == [True, False]

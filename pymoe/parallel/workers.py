@@ -21,7 +21,7 @@ from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
 MAX_THREADS = 512  # including waiting threads; each costs some tens of KiB
-WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # the exiting interpreter waits at most this long for maps of daemon threads
+WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # once the workers have ended, exit waits at most this long for maps of daemon threads
 END_IDLE_THREAD_AFTER_S = 5.0  # a thread that was added because calls waited ends after this time without work
 
 _lock = threading.Lock()
@@ -125,9 +125,10 @@ def _leave() -> None:
     """Make sure that no daemon thread is inside a map when the interpreter exits.
 
     Before CPython 3.14, a daemon thread that wants the interpreter's lock during the exit is unwound, which aborts the
-    process if the thread is in a function of torch. So cancel calls that have not started, and wait up to
-    ``WAIT_FOR_MAPS_AT_EXIT_S`` seconds until all maps have ended. A call that takes longer does no harm if it sleeps in
-    Python code.
+    process if the thread is in a function of torch. So cancel calls that have not started, and wait until the workers
+    have ended their calls, however long that takes, as the exit handler of ``pymoe._runtime`` would, too. Then wait up
+    to ``WAIT_FOR_MAPS_AT_EXIT_S`` seconds until all maps have ended. A call on a daemon thread that takes longer does
+    no harm if it sleeps in Python code.
     """
     global _exiting
     _exiting = True

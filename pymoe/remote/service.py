@@ -242,7 +242,8 @@ class ExpertEntry:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            # If the exception forbids another run, the update may have been applied in part.
+            # If the exception forbids another run, the update may have been applied in part, or gradients of earlier
+            # requests were dropped.
             broken = getattr(error, "pymoe_may_retry", True) is False
             in_part = broken or name in self._partly_applied
             if not isinstance(error, Exception):  # SystemExit, for example, would end the event loop

@@ -70,9 +70,10 @@ class ExpertBackend(nn.Module):
             gradients are scaled down to it.
         nonfinite_gradients: what to do if a parameter's gradient (or their norm, with ``clip_grad_norm``) contains NaN
             or infinity, which the update would pass on to all later requests. ``"raise"``: the batch fails with
-            :class:`NonFiniteGradientError` (with ``isolate=True`` only the bad request). ``"skip"``: there is no update
-            and a warning is logged, but every request receives its gradients, as loss scaling requires. ``"step"``:
-            gradients are not checked.
+            :class:`NonFiniteGradientError` (with ``isolate=True`` only the bad request, unless the norm of accumulated
+            gradients is not finite: then those of all ``accumulate_steps`` batches are dropped). ``"skip"``: there is
+            no update and a warning is logged, but every request receives its gradients, as loss scaling requires.
+            ``"step"``: gradients are not checked.
         scheduler: a learning-rate scheduler of torch, or another object whose ``step()`` is called after every update.
         device: the device of the expert; None leaves it on its current one. Inputs on another device are moved there
             (asynchronously from page-locked memory), and results go to the device of the first input.
@@ -80,9 +81,9 @@ class ExpertBackend(nn.Module):
             batch normalisation count an input once, in its backward pass; without a backward pass, it does not count.
             ``"both"``: every pass counts, so an input with a backward pass counts twice.
         pool_options: options of both pools, such as ``max_batch_size=1024, isolate=True``; see
-            :class:`~pymoe.runtime.TaskPool`. With ``isolate=True``, a backward batch that failed before its update is
-            run again in halves, and so may make several updates. A backward request of more than ``max_batch_size``
-            rows also makes several updates, and may fail after some of them.
+            :class:`~pymoe.runtime.TaskPool`. With ``isolate=True``, a backward batch that failed before it changed
+            anything is run again in halves, and so may make several updates. A backward request of more than
+            ``max_batch_size`` rows also makes several updates, and may fail after some of them.
 
     A backward batch that trains sets ``.grad`` of the parameters to None, even if other code has put gradients there. A
     backend can be moved to another device, but not converted to another dtype, because clients use its schemas: convert
@@ -198,8 +199,7 @@ class ExpertBackend(nn.Module):
 
     def _make_pools(self) -> None:
         inputs, outputs = self._schema.inputs, self._schema.outputs
-        device = self._expert_device.device
-        options = {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
+        options = self._options_of_pools()
         self.forward_pool = TaskPool(self.forward, name=f"{self.name}_forward", schema=inputs, **options)
         self.backward_pool = TaskPool(
             self.backward,
@@ -208,6 +208,11 @@ class ExpertBackend(nn.Module):
             exclusive_with=self.forward_pool,
             **options,
         )
+
+    def _options_of_pools(self) -> dict[str, Any]:
+        """Return the options of the backend's pools: ``pool_options`` with the defaults that the device decides."""
+        device = self._expert_device.device
+        return {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
 
     # --- information for clients ---
 
@@ -309,9 +314,9 @@ class ExpertBackend(nn.Module):
             self.scheduler.step()
 
     def may_retry(self, exception: BaseException) -> bool:
-        """Return whether ``exception`` is an Exception that a backward pass raised before its update.
+        """Return whether ``exception`` is an Exception that a backward pass raised before it changed anything.
 
-        The pass has then changed neither parameters nor buffers, so it may run again.
+        The pass has then changed neither parameters, buffers nor accumulated gradients, so it may run again.
         """
         return isinstance(exception, Exception) and getattr(exception, _MAY_RETRY, False) is True
 
@@ -338,7 +343,7 @@ class ExpertBackend(nn.Module):
         trains = self.trains
         parameters = self._parameters_with_gradients() if trains else ()
         num_inputs = len(self._schema.inputs)
-        changing = False
+        changing, accumulated = False, self._rule.batches
         try:
             clear_gradients(parameters)  # other uses of the module may have left gradients
             with self._undo_buffers_after_errors():
@@ -357,7 +362,9 @@ class ExpertBackend(nn.Module):
                     zero_grad(self.opt)
             return gradients
         except BaseException as error:
-            mark(error, may_retry=not changing)
+            # Another run could neither restore gradients of other batches that were dropped (their norm with those of
+            # this batch was not finite), nor take back those of this batch.
+            mark(error, may_retry=not changing and self._rule.batches == accumulated)
             raise
         finally:
             self._clears_itself = False

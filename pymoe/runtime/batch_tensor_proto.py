@@ -58,9 +58,10 @@ class BatchTensorProto:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> None:
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         for name, value, kind in (("dtype", dtype, torch.dtype), ("layout", layout, torch.layout)):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"BatchTensorProto: {name} must be a torch.{name}, got {value!r}")
+            if not isinstance(value, kind):
+                raise TypeError(f"BatchTensorProto: expected {name} to be a torch.{name}, got {value!r}")
         # A torch.Size is a tuple.
         lengths: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
         for length in lengths:
@@ -68,7 +69,6 @@ class BatchTensorProto:
                 raise TypeError(f"BatchTensorProto: a size must be an int, got {length!r} in {size}")
             if operator.index(length) < 0:
                 raise ValueError(f"BatchTensorProto: a size must not be negative, got {size}")
-        dtype = dtype or torch.get_default_dtype()
         if requires_grad and not has_gradient(dtype):
             raise ValueError(f"BatchTensorProto: {dtype} has no gradients, so requires_grad must be False")
         set_field = object.__setattr__  # the fields are frozen

@@ -23,7 +23,7 @@ class GradientRule:
     """Computes the gradients of an update from the gradients that batches leave in ``.grad``.
 
     The arguments are options of :class:`~pymoe.runtime.ExpertBackend`. After an update, the caller must increase
-    ``updates``, the number of updates so far.
+    ``updates``, the number of updates so far. ``batches`` is the number of batches whose gradients are accumulated now.
     """
 
     def __init__(self, reduction: str, accumulate_steps: int, clip_grad_norm: float | None, nonfinite: str) -> None:
@@ -48,13 +48,13 @@ class GradientRule:
         While gradients are being accumulated, this is the number of the next update, even if those of the last batch
         were dropped because they were not finite.
         """
-        return self.updates + (1 if self._batches else 0)
+        return self.updates + (1 if self.batches else 0)
 
     def forget(self) -> None:
         """Drop the accumulated gradients."""
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._rows = 0
-        self._batches = 0
+        self.batches = 0
 
     def prepare(self, parameters: Sequence[nn.Parameter], rows: int) -> bool:
         """Take the gradients of a batch from ``.grad`` of the parameters; return whether to make an update now.
@@ -79,8 +79,8 @@ class GradientRule:
                 parameter: add_gradients(self._sums[parameter], grad) if parameter in self._sums else grad
                 for parameter, grad in zip(graded, grads, strict=True)
             }
-            self._sums, self._rows, self._batches = sums, self._rows + rows, self._batches + 1
-            if self._batches < self.accumulate_steps:
+            self._sums, self._rows, self.batches = sums, self._rows + rows, self.batches + 1
+            if self.batches < self.accumulate_steps:
                 return False
             graded, grads, rows = list(sums), list(sums.values()), self._rows
             self.forget()

@@ -7,8 +7,6 @@ returns no number although some of its rows may have been applied; so the pool a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,10 +18,10 @@ from pymoe.runtime.task_pool import TaskPool
 def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
     """Return a second pool for the backward pass of ``backend``, and a set of the IDs of applied requests.
 
-    The pool has the ``pool_options`` of ``backend``, and its batches never overlap with those of the backend's pools. A
-    request has one more tensor than in ``backend.backward_pool``, int64 of shape (rows,): the ID of the request in
-    every row, or zeros for no ID. After every batch that did not raise, the pool adds the IDs of its requests to the
-    set. The caller removes them again.
+    The pool has the options of the backend's pools, and its batches never overlap with those of these pools. A request
+    has one more tensor than in ``backend.backward_pool``, int64 of shape (rows,): the ID of the request in every row,
+    or zeros for no ID. After every batch that did not raise, the pool adds the IDs of its requests to the set. The
+    caller removes them again.
 
     A result is the result of ``backend.backward_pool``, followed by an int64 tensor of shape (rows,): the number of the
     update that includes the gradient of the row, or that will include it once ``accumulate_steps`` batches have been
@@ -56,7 +54,7 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
             applied.update(set(names.tolist()) - {0})
         return (*gradients, torch.full((len(tensors[0]),), number, dtype=torch.int64))
 
-    options: dict[str, Any] = backend._pool_options
     schema = (*backend._schema.inputs, *backend._schema.outputs, BatchTensorProto(dtype=torch.int64))
     name = f"{backend.name}_keyed_backward"
+    options = backend._options_of_pools()
     return TaskPool(backward, name=name, schema=schema, exclusive_with=backend.forward_pool, **options), applied

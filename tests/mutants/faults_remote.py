@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         "gradients that wait for others count as applied",
         "pymoe/runtime/gradients.py",
-        "return self.updates + (1 if self._batches else 0)",
+        "return self.updates + (1 if self.batches else 0)",
         "return self.updates",
         (ONCE, "-k", "next_update"),
     ),

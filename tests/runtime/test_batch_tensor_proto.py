@@ -156,8 +156,8 @@ def test_a_repr_makes_it_again() -> None:
         ((1.5,), {}, TypeError, "must be an int, got 1.5"),
         (((3, 4), 5), {}, TypeError, r"must be an int, got \(3, 4\)"),
         ((True,), {}, TypeError, "must be an int, got True"),
-        ((3,), {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype, got 'float32'"),
-        ((3,), {"layout": "strided"}, TypeError, "layout must be a torch.layout"),
+        ((3,), {"dtype": "float32"}, TypeError, "expected dtype to be a torch.dtype, got 'float32'"),
+        ((3,), {"layout": "strided"}, TypeError, "expected layout to be a torch.layout"),
         ((3,), {"dtype": torch.int64, "requires_grad": True}, ValueError, "torch.int64 has no gradients"),
     ],
 )

@@ -100,7 +100,8 @@ class PoolStats:
     latency: Distribution
     """Seconds from a request's submission to its result."""
     requests_per_second: float
-    """Requests completed or failed, per second since the reader's previous read, or since the reader was made."""
+    """Requests completed or failed, per second since the reader's previous read; in a pool's first statistics, since
+    the reader was made, or since the pool was added if that was later."""
     rows_per_second: float
 
     def __repr__(self) -> str:
@@ -119,12 +120,12 @@ class ServedPools:
     def __init__(self, pools: Iterable[Pool]) -> None:
         self._lock = threading.Lock()
         self.now: tuple[Pool, ...] = tuple(pools)
-        self._begun: dict[Pool, Snapshot] = {}
+        self._begun: dict[Pool, tuple[float, Snapshot]] = {}
 
     def add(self, pools: Iterable[Pool]) -> None:
         with self._lock:
             new = [pool for pool in pools if pool not in self.now]
-            self._begun.update({pool: pool._statistics() for pool in new})
+            self._begun.update({pool: timed_snapshot(pool) for pool in new})
             self.now += tuple(new)
 
     def remove(self, pools: Iterable[Pool]) -> None:
@@ -134,11 +135,16 @@ class ServedPools:
             for pool in gone:
                 self._begun.pop(pool, None)
 
-    def snapshot(self, pool: Pool) -> Snapshot:
-        """Return the counters of the pool when it was added. For a pool of the constructor, return the current ones."""
+    def begun(self, pool: Pool) -> tuple[float, Snapshot]:
+        """Return the time when the pool was added and its counters then; both of now for a pool of the constructor."""
         with self._lock:
             begun = self._begun.get(pool)
-        return pool._statistics() if begun is None else begun
+        return timed_snapshot(pool) if begun is None else begun
+
+
+def timed_snapshot(pool: Pool) -> tuple[float, Snapshot]:
+    """Return the time, in seconds of ``time.monotonic()``, and the counters of the pool."""
+    return time.monotonic(), pool._statistics()
 
 
 def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
@@ -153,6 +159,8 @@ def pools_followed(runtime: Any) -> Iterable[Pool] | ServedPools:
 class StatsReader:
     """Reads the statistics of pools repeatedly. Rates cover the time since this reader's previous :meth:`read`.
 
+    The first rates of a pool cover the time since the reader was made, or since the pool was added if that was later.
+
     Args:
         pools: the pools to read. If several have the same name, ``#2``, ``#3``, … is appended to the later ones.
         recent: whether counts and distributions also cover only this time. Their ``max`` is then an upper bound: the
@@ -163,29 +171,26 @@ class StatsReader:
         self._pools: ServedPools = pools if isinstance(pools, ServedPools) else ServedPools(pools)
         self._recent = recent
         self._lock = threading.Lock()
-        self._time = time.monotonic()
         self._names: dict[Pool, str] = {}
-        self._before: dict[Pool, Snapshot] = {pool: pool._statistics() for pool in self._pools.now}
+        self._before = {pool: timed_snapshot(pool) for pool in self._pools.now}
         self._follow()
 
     def read(self) -> dict[str, PoolStats]:
         """Return the statistics of every pool, by name."""
         with self._lock:
-            now = time.monotonic()
-            seconds, self._time = now - self._time, now
             self._follow()
             result = {}
             for pool, name in self._names.items():
-                before, after = self._before[pool], pool._statistics()
-                self._before[pool] = after
-                result[name] = pool_stats(name, before, after, seconds, recent=self._recent)
+                (began, before), (ended, after) = self._before[pool], timed_snapshot(pool)
+                self._before[pool] = ended, after
+                result[name] = pool_stats(name, before, after, ended - began, recent=self._recent)
             return result
 
     def _follow(self) -> None:
         """Give names to the pools that were added, and forget those that were removed; other pools keep their names."""
         pools = self._pools.now
         self._names = named(pools, {pool: name for pool, name in self._names.items() if pool in pools})
-        self._before = {pool: self._before.get(pool) or self._pools.snapshot(pool) for pool in pools}
+        self._before = {pool: self._before.get(pool) or self._pools.begun(pool) for pool in pools}
 
 
 def named(pools: Iterable[Pool], known: Mapping[Pool, str]) -> dict[Pool, str]:
