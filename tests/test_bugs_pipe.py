@@ -184,3 +184,10 @@ def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu(monkeypatch)
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), chunks=2, devices=["cpu", "cpu"])
     pipe.step(torch.ones(4, 3), loss_fn=torch.sum, reduction="sum")
     assert callers == {"receive", "deliver"}  # of activations and of gradients
+
+
+def test_parameters_of_a_stage_that_is_one_layer_have_the_pipes_names():
+    """``info()`` listed them by their names in the layer, ``weight`` and ``bias``, for every stage."""
+    pipe = Pipe.from_stages([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+    assert [stage.modules for stage in pipe.info().stages] == [("0.weight", "0.bias"), ("1.0", "1.1")]
+    assert {"0.weight", "0.bias"} < {*dict(pipe.named_parameters())}
