@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from pymoe._runtime import WorkerPool
-from pymoe.pipe import INPUT, Pipe, Source
+from pymoe.pipe import INPUT, Pipe, Source, pipeline, split_by_time
 from pymoe.pipe.execution.graph import moved
 
 CHECKPOINT = ["never", "except_last", "always"]
@@ -191,3 +191,29 @@ def test_parameters_of_a_stage_that_is_one_layer_have_the_pipes_names():
     pipe = Pipe.from_stages([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
     assert [stage.modules for stage in pipe.info().stages] == [("0.weight", "0.bias"), ("1.0", "1.1")]
     assert {"0.weight", "0.bias"} < {*dict(pipe.named_parameters())}
+
+
+def test_buffers_are_restored_when_a_measurement_of_time_fails():
+    """If a layer raised while nodes were timed, buffers of layers that run as a whole kept what the timing had written
+    into them.
+    """
+
+    class Fails(nn.Module):
+        is_timed = False
+
+        def forward(self, x):
+            if self.is_timed:
+                raise ValueError("no")
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), Fails())
+    before = copy.deepcopy(model.state_dict())
+
+    def policy(graph):
+        Fails.is_timed = True
+        return split_by_time(2)(graph)
+
+    with pytest.raises(ValueError, match="no"):
+        pipeline(model, (torch.randn(6, 4),), split_policy=policy, opaque=[nn.BatchNorm1d, Fails])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
