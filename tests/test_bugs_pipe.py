@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from pymoe._runtime import WorkerPool
+from pymoe.nn import inject_loss
 from pymoe.pipe import INPUT, Pipe, Source, pipeline, split_by_time
 from pymoe.pipe.execution.graph import moved
 
@@ -217,3 +218,37 @@ def test_buffers_are_restored_when_a_measurement_of_time_fails():
         pipeline(model, (torch.randn(6, 4),), split_policy=policy, opaque=[nn.BatchNorm1d, Fails])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+class MaskedMean(nn.Module):
+    """Returns the mean of the squares of rows whose first number is 1, after a layer with an injected loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, given):
+        y = inject_loss(self.layer(x), x.pow(4).sum())
+        squares = (x + y.tanh()).square().sum(1) * given[:, 0]
+        return squares.sum() / given[:, 0].sum()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_micro_batch_of_weight_0_adds_nothing_through_a_loss_of_the_models_own(checkpoint, schedule):
+    """The backward of the model's own loss ran with a gradient of 0 for a micro-batch whose ``reduction`` was 0. A mean
+    over nothing, 0 / 0, then made all gradients NaN. Losses that layers inject must stay.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    x[:, 0] = torch.tensor([1.0, 1, 0, 0, 1, 0])
+    first, last = nn.Linear(4, 4), MaskedMean()
+    last(first(x), x).backward()
+    expected = [parameter.grad.clone() for parameter in [*first.parameters(), *last.parameters()]]
+    pipe = Pipe.from_stages([first, last], [[Source(INPUT, 0)], [0, Source(INPUT, 0)]], chunks=3, checkpoint=checkpoint)
+    pipe.zero_grad()
+    losses = pipe.step(x, schedule=schedule, reduction=lambda x: x[:, 0].sum())
+    assert losses[1] == 0
+    assert losses.isfinite().all()
+    for parameter, grad in zip(pipe.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
