@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 from pymoe._runtime import WorkerPool
-from pymoe.pipe import INPUT, Pipe, Source
+from pymoe.nn import inject_loss
+from pymoe.pipe import INPUT, Pipe, Source, pipeline, split_by_time
 from pymoe.pipe.execution.graph import moved
 
 CHECKPOINT = ["never", "except_last", "always"]
@@ -184,3 +185,70 @@ def test_the_host_waits_for_what_a_stage_on_the_cpu_gets_from_a_gpu(monkeypatch)
     pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), chunks=2, devices=["cpu", "cpu"])
     pipe.step(torch.ones(4, 3), loss_fn=torch.sum, reduction="sum")
     assert callers == {"receive", "deliver"}  # of activations and of gradients
+
+
+def test_parameters_of_a_stage_that_is_one_layer_have_the_pipes_names():
+    """``info()`` listed them by their names in the layer, ``weight`` and ``bias``, for every stage."""
+    pipe = Pipe.from_stages([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
+    assert [stage.modules for stage in pipe.info().stages] == [("0.weight", "0.bias"), ("1.0", "1.1")]
+    assert {"0.weight", "0.bias"} < {*dict(pipe.named_parameters())}
+
+
+def test_buffers_are_restored_when_a_measurement_of_time_fails():
+    """If a layer raised while nodes were timed, buffers of layers that run as a whole kept what the timing had written
+    into them.
+    """
+
+    class Fails(nn.Module):
+        is_timed = False
+
+        def forward(self, x):
+            if self.is_timed:
+                raise ValueError("no")
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), Fails())
+    before = copy.deepcopy(model.state_dict())
+
+    def policy(graph):
+        Fails.is_timed = True
+        return split_by_time(2)(graph)
+
+    with pytest.raises(ValueError, match="no"):
+        pipeline(model, (torch.randn(6, 4),), split_policy=policy, opaque=[nn.BatchNorm1d, Fails])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+class MaskedMean(nn.Module):
+    """Returns the mean of the squares of rows whose first number is 1, after a layer with an injected loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, given):
+        y = inject_loss(self.layer(x), x.pow(4).sum())
+        squares = (x + y.tanh()).square().sum(1) * given[:, 0]
+        return squares.sum() / given[:, 0].sum()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_micro_batch_of_weight_0_adds_nothing_through_a_loss_of_the_models_own(checkpoint, schedule):
+    """The backward of the model's own loss ran with a gradient of 0 for a micro-batch whose ``reduction`` was 0. A mean
+    over nothing, 0 / 0, then made all gradients NaN. Losses that layers inject must stay.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    x[:, 0] = torch.tensor([1.0, 1, 0, 0, 1, 0])
+    first, last = nn.Linear(4, 4), MaskedMean()
+    last(first(x), x).backward()
+    expected = [parameter.grad.clone() for parameter in [*first.parameters(), *last.parameters()]]
+    pipe = Pipe.from_stages([first, last], [[Source(INPUT, 0)], [0, Source(INPUT, 0)]], chunks=3, checkpoint=checkpoint)
+    pipe.zero_grad()
+    losses = pipe.step(x, schedule=schedule, reduction=lambda x: x[:, 0].sum())
+    assert losses[1] == 0
+    assert losses.isfinite().all()
+    for parameter, grad in zip(pipe.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

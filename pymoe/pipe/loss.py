@@ -47,14 +47,17 @@ class Objective(NamedTuple):
 def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int], is_read: bool) -> Pipeline:
     """Return the pipeline with one more stage, which computes the loss.
 
-    ``uncounted``: the indices of micro-batches whose loss is 0 without a call of the loss function (ignored if there is
-    none). ``is_read``: the stage also reads facts from the loss's graph, and returns them as a :class:`LossReading`.
+    ``uncounted``: the indices of micro-batches whose loss is 0: a loss function is not called for them, and the model's
+    own loss gives gradients of 0. ``is_read``: the stage also reads facts from the loss's graph, and returns them as a
+    :class:`LossReading`.
     """
     loss_fn, has_target, unflatten, own = objective
     reading: tuple[Source, ...] = ()
     if is_read and loss_fn is None:
         read = with_reading(pipeline, own)
         pipeline, reading = replace(read, outputs=pipeline.outputs), read.outputs[-1:]
+    if uncounted and loss_fn is None:
+        pipeline = _with_gradients_of_0(pipeline, own, uncounted)
     outputs = tuple(dict.fromkeys(pipeline.outputs))
     places = [outputs.index(source) for source in pipeline.outputs]
     others = reading if loss_fn is None else (Source(INPUT, pipeline.inputs),) * has_target
@@ -63,10 +66,11 @@ def with_loss(pipeline: Pipeline, objective: Objective, uncounted: frozenset[int
         output = unflatten([values[place] for place in places])
         given = values[len(outputs) :]
         if loss_fn is None:
-            return [_checked(output, None), given[0] if is_read else None]
+            loss = _checked(output, None)
+            return [_nothing([loss]) if _is_running(uncounted) else loss, given[0] if is_read else None]
         flat = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         leaves = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-        if uncounted and (now := micro_batch()) is not None and now.index in uncounted:
+        if _is_running(uncounted):
             return [_nothing(leaves), None]
         ends = {leaf.grad_fn for leaf in leaves}  # read before the call: loss_fn may change outputs in place
         try:
@@ -103,6 +107,64 @@ def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
     reads = replace(stage, function=function, outputs=stage.outputs + 1)
     stages = (*pipeline.stages[:maker], reads, *pipeline.stages[maker + 1 :])
     return replace(pipeline, stages=stages, outputs=(*pipeline.outputs, Source(maker, stage.outputs)))
+
+
+def _is_running(micro_batches: frozenset[int]) -> bool:
+    return bool(micro_batches) and (now := micro_batch()) is not None and now.index in micro_batches
+
+
+def _with_gradients_of_0(pipeline: Pipeline, own: int, uncounted: frozenset[int]) -> Pipeline:
+    """Return the pipeline, changed so that output number ``own``, a loss, gives gradients of 0 in the micro-batches
+    ``uncounted``, even if its derivatives are infinite or NaN, as those of 0 / 0 are.
+    """
+    maker, number = pipeline.outputs[own]
+    if maker == INPUT:
+        return pipeline
+    stage = pipeline.stages[maker]
+
+    def function(*values: Any) -> Sequence[Any]:
+        made = stage.function(*values)
+        if _is_running(uncounted) and isinstance(made[number], torch.Tensor):
+            _stop_gradients(made[number])
+        return made
+
+    stages = (*pipeline.stages[:maker], replace(stage, function=function), *pipeline.stages[maker + 1 :])
+    return replace(pipeline, stages=stages)
+
+
+def _stop_gradients(loss: torch.Tensor) -> None:
+    """Make the graph of a loss, which gets a gradient of 0, give gradients of 0.
+
+    Autograd Functions may add gradients of their own, as those of injected losses do (:func:`pymoe.nn.inject_loss`), so
+    gradients that have come through them are left as they are.
+    """
+    nodes = _reached([loss.grad_fn], _is_torchs)
+    kept = _reached([node for node in nodes if not _is_torchs(node)], lambda _: True)
+    for node in nodes - kept:
+        if node.next_functions:  # not at the leaves
+            node.register_hook(_zeros)
+
+
+def _is_torchs(node: Any) -> bool:
+    """Return whether a node is that of an operator of torch, such as ``DivBackward0``, and not of a Function."""
+    return type(node).__name__[-1].isdigit()
+
+
+def _reached(nodes: Sequence[Any], is_followed: Callable[[Any], bool]) -> set[Any]:
+    """Return these nodes of a graph, and those behind all nodes for which ``is_followed``."""
+    found: set[Any] = set()
+    todo = [*nodes]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            if is_followed(node):
+                todo += [after for after, _ in node.next_functions]
+    return found
+
+
+def _zeros(grads: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 def _nothing(outputs: Sequence[torch.Tensor]) -> torch.Tensor:

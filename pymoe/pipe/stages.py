@@ -531,7 +531,8 @@ def outermost(part: nn.Module, model: nn.Module) -> tuple[str, ...]:
             elif child is not None:
                 look(child, f"{path}{name}.")
 
-    look(part, "")
+    name = names.get(id(part))
+    look(part, f"{name}." if name else "")
     return tuple(found)
 
 

@@ -41,9 +41,16 @@ class Subject(IntEnum):
     GRADIENTS = 1
     TIED_GRADIENTS = 2
     COPY = 3
+    END = 4
 
 
-WORDS = ("the values", "the gradients of the values", "the gradients of shared parameters", "the shared parameters")
+WORDS = (
+    "the values",
+    "the gradients of the values",
+    "the gradients of shared parameters",
+    "the shared parameters",
+    "the end of the forwards",
+)
 """The subjects of messages, in words: values of a micro-batch, or parameters that a stage shares with others."""
 
 

@@ -13,7 +13,8 @@ in one process gives the same sums up to rounding, because it weights micro-batc
 All ranks draw from one source of random numbers, as a pipe in one process does: every stage has its own stream for
 every micro-batch. The base of all streams comes from the default generator of the first stage's rank and is sent with
 the values. If any stage has drawn in a step, the default generator of every rank advances by one number, so ranks with
-equal seeds stay equal to each other and to a pipe in one process.
+equal seeds stay equal to each other and to a pipe in one process. Every message says whether a stage has drawn. In a
+step without backwards no message goes back, so the last stage's rank sends an empty one to every other rank at the end.
 """
 
 from __future__ import annotations
@@ -146,7 +147,10 @@ class RankPlan:
         of_each = Counter(self.rank_of[maker] for maker in self.received)
         if graphs:
             of_each.update(rank for to in self.sent.values() for rank in to)
-        return {rank: number * count for rank, number in of_each.items()}
+        messages = Counter({rank: number * count for rank, number in of_each.items()})
+        if not graphs and self.rank != self.rank_of[-1]:
+            messages[self.rank_of[-1]] += 1  # the one of RankStep.end_forwards
+        return messages
 
     @cached_property
     def uses(self) -> Counter[Source]:
@@ -400,6 +404,18 @@ class RankStep(Step):
         self.random.has_drawn |= bool(has_drawn)
         return message
 
+    def end_forwards(self) -> None:
+        """End a step without backwards. The rank of the last stage, which has heard of every stage whose values are
+        used, tells the other ranks whether a stage has drawn random numbers; these wait for it.
+        """
+        *_, last = self.plan.rank_of
+        key = Subject.END, len(self.plan.rank_of) - 1, 0
+        if self.plan.rank != last:
+            self.receive(last, *key)
+            return
+        for rank in sorted({*self.plan.rank_of} - {last}):
+            self.send(rank, *key, *describe_tensors([]))
+
     def _takers(self, stage: int, micro_batch: int) -> dict[int, dict[int, int]]:
         """Return ``{memory: {rank: taker}}`` for the memory of each tensor that ``stage`` has made: for every rank, the
         last stage that takes a tensor in this memory, if any does.
@@ -592,6 +608,8 @@ class Rank:
         this rank has sent have arrived. Raise RankError if another rank has failed.
         """
         self.step = None
+        if not step.graphs:
+            step.end_forwards()
         if step.random is not None and step.random.has_drawn:
             random_streams.draw(None)  # advances the default generator
         self.transport.flush()

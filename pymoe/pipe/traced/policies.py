@@ -212,12 +212,14 @@ def _restored(graph: fx.GraphModule) -> Iterator[None]:
     inputs = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     tensors = [*graph.parameters(), *[value for value in inputs if isinstance(value, torch.Tensor)]]
     drawn = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-    with torch.random.fork_rng(drawn, device_type=drawn[0].type if drawn else "cuda"), ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(attributes_restored(module))
-        yield
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
+    try:
+        with torch.random.fork_rng(drawn, device_type=drawn[0].type if drawn else "cuda"), ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(attributes_restored(module))
+            yield
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
 
 
 class _Costing(fx.Interpreter):

@@ -1,5 +1,7 @@
 """Counts calls and objects of stages on several processes under torch's schedules: layers, hooks, graphs, buffers."""
 
+import copy
+
 import pytest
 import torch
 from pipe_models import WIDTH, batches
@@ -17,6 +19,7 @@ from training import (
     parallel,
     run,
     some_schedules,
+    stages_of,
 )
 
 import pymoe
@@ -217,6 +220,46 @@ def test_random_numbers_are_those_of_a_pipe_in_one_process(ranks, schedule, chec
     for found in ranks(2).run(random_numbers, name=schedule, checkpoint=checkpoint):
         assert found["worst"] <= EXACT
         assert found["alike"]
+
+
+def random_forwards(rank, world, name, drawing):
+    """Return the largest differences of the outputs of forward-only steps from those of an equally seeded pipe in one
+    process, whether the generator ends in the same state, and whether it has advanced.
+    """
+    torch.manual_seed(0)
+    count = stages_of(name, world)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4 if n == drawing else 0.0)) for n in range(count)]
+    model = nn.Sequential(*layers)
+    for number, layer in enumerate(layers):
+        layer.train(number == drawing)
+    here = pymoe.Pipe(copy.deepcopy(model), 2 * world, "never", balance=[1] * count)
+    _, schedule, stages = parallel(model, name, rank, world, 2 * world, loss_fn=None)
+    torch.manual_seed(7)
+    states = [torch.get_rng_state()] * 2
+    worst = 0.0
+    with torch.no_grad():
+        for x, _ in batches(3, [4 * world]):
+            torch.set_rng_state(states[0])
+            expected = here(x)
+            states[0] = torch.get_rng_state()
+            torch.set_rng_state(states[1])
+            output, _ = run(schedule, stages, (x,))
+            states[1] = torch.get_rng_state()
+            if output is not None:
+                worst = max(worst, (output - expected).abs().max().item())
+    begin = torch.Generator().manual_seed(7).get_state()
+    return {"worst": worst, "alike": torch.equal(*states), "advanced": not torch.equal(states[1], begin)}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
+def test_forward_only_steps_draw_as_a_pipe_in_one_process(ranks, schedule, world):
+    """The first rank did not learn that a later stage had drawn random numbers: every step had the same dropout masks,
+    and generators of equally seeded ranks differed afterwards.
+    """
+    for drawing in range(-1, stages_of(schedule, world)):
+        for found in ranks(world).run(random_forwards, name=schedule, drawing=drawing):
+            assert found == {"worst": 0.0, "alike": True, "advanced": drawing >= 0}
 
 
 def evaluation(rank, world, name):
