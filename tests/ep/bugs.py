@@ -96,6 +96,34 @@ def moved_without_another_layer(rank, world, tied):
     return moving, calling, same_bits(spread(x), y)
 
 
+def early_optimizer_of_gradients(rank, world, function):
+    """Return what an optimizer reports in a step after ``function`` has replaced parameters that had gradients.
+
+    Return this also for a step after all gradients were made zero, and for one after other code has used the replaced
+    parameters.
+    """
+    mesh = mesh_of(2, 2)
+    spread = model()
+    if function == "data_parallel":
+        ep.shard(spread, mesh["ep"])
+    early = torch.optim.SGD(spread.parameters(), lr=0.1, foreach=False)
+    replaced = [layer.experts.w_in for layer in (spread[1][0], spread[2])]
+    spread(data(world)[0, rank]).sum().backward()
+    if function == "shard":
+        ep.shard(spread, mesh["ep"])
+    else:
+        ep.data_parallel(spread, mesh, kind="fsdp")
+    found = [told(early.step)]
+    early.zero_grad(set_to_none=False)
+    found.append(told(early.step))
+    early.zero_grad()
+    early = torch.optim.SGD(replaced, lr=0.1, foreach=False)
+    found.append(told(early.step))
+    sum(one.sum() for one in replaced).backward()
+    found.append(told(early.step))
+    return found
+
+
 class Wrapped(nn.Module):
     """A router inside a module that can only be called."""
 

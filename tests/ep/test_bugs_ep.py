@@ -112,3 +112,15 @@ def test_a_record_that_another_rank_deletes_is_there_or_not(kind, tmp_path):
     assert (ours.lost, theirs.lost) == (None, None)
     assert ours.read("another") is None
     assert not store.check(["test/another"]), "a read writes nothing"
+
+
+@pytest.mark.parametrize("function", ["shard", "data_parallel"])
+def test_an_early_optimizer_is_noticed_although_its_parameters_have_gradients(ranks, function):
+    """Gradients from before the parameters were replaced were taken as those of other code that still used them.
+
+    So the step updated parameters that no layer used any more, and raised only after zero_grad().
+    """
+    text = f"SGD: an optimizer must be made after pymoe.ep.{function}"
+    for *early, used in ranks.run(bugs.early_optimizer_of_gradients, function=function):
+        assert [(kind, said.startswith(text)) for kind, said, _ in early] == [("RuntimeError", True)] * 3
+        assert used is None
