@@ -11,6 +11,7 @@ from torch import nn
 from pymoe import ep
 from pymoe.ep.exchange import AllToAll
 from pymoe.ep.placement import contiguous
+from pymoe.nn import MoE
 
 
 def shares_of_losses(rank, world, **way):
@@ -122,6 +123,11 @@ def early_optimizer_of_gradients(rank, world, function):
     sum(one.sum() for one in replaced).backward()
     found.append(told(early.step))
     return found
+
+
+def own_experts_of(rank, world, experts):
+    """Return the end of the text of a layer, which names the experts of the rank."""
+    return repr(ep.shard(MoE(8, 6, experts, 2), mesh_of(world))).partition("own experts: ")[2].partition("\n")[0]
 
 
 class Wrapped(nn.Module):

@@ -124,3 +124,8 @@ def test_an_early_optimizer_is_noticed_although_its_parameters_have_gradients(ra
     for *early, used in ranks.run(bugs.early_optimizer_of_gradients, function=function):
         assert [(kind, said.startswith(text)) for kind, said, _ in early] == [("RuntimeError", True)] * 3
         assert used is None
+
+
+def test_a_rank_with_one_expert_shows_one_number(ranks):
+    """A rank with expert 4 alone was shown with the experts "4 to 4"."""
+    assert ranks.run(bugs.own_experts_of, experts=5) == ["0 to 1", "2 to 3", "4", "none"]
