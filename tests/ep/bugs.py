@@ -125,6 +125,20 @@ def early_optimizer_of_gradients(rank, world, function):
     return found
 
 
+def fsdp_without_first_broadcast(rank, world):
+    """Return whether each rank keeps a part of its own experts under fully_shard with init_sync=False."""
+    mesh = mesh_of(2, world // 2)
+    torch.manual_seed(mesh.get_local_rank("edp"))
+    spread = nn.Sequential(nn.Linear(8, 8), MoE(8, 6, 8, 2, bias=True))
+    ep.shard(spread, mesh["ep"])
+    before = {name: one.to_local().clone() for name, one in spread[1].experts.named_parameters()}
+    ep.data_parallel(spread, mesh, kind="fsdp", init_sync=False)
+    place = mesh.get_local_rank("edp")
+    return [
+        torch.equal(one.to_local(), before[name].chunk(2)[place]) for name, one in spread[1].experts.named_parameters()
+    ]
+
+
 def own_experts_of(rank, world, experts):
     """Return the end of the text of a layer, which names the experts of the rank."""
     return repr(ep.shard(MoE(8, 6, experts, 2), mesh_of(world))).partition("own experts: ")[2].partition("\n")[0]

@@ -126,6 +126,11 @@ def test_an_early_optimizer_is_noticed_although_its_parameters_have_gradients(ra
         assert used is None
 
 
+def test_fsdp_may_be_told_to_send_nothing_first(ranks):
+    """init_sync=False was honoured, and then passed on to fully_shard, which raised a TypeError."""
+    assert ranks.run(bugs.fsdp_without_first_broadcast) == [[True] * 4] * 4
+
+
 def test_a_rank_with_one_expert_shows_one_number(ranks):
     """A rank with expert 4 alone was shown with the experts "4 to 4"."""
     assert ranks.run(bugs.own_experts_of, experts=5) == ["0 to 1", "2 to 3", "4", "none"]
