@@ -62,6 +62,25 @@ def test_gate_topk_backward_of_no_choices():
 
 
 @pytest.mark.only_on("cpu")
+def test_quantize_experts_frees_the_weights_of_a_layer_before_the_next_one(monkeypatch):
+    """A list of all experts kept the weights of every layer until the last one was quantised.
+
+    So the peak of memory was the whole model and its packed weights, although the docstring promises one layer.
+    """
+    model = torch.nn.Sequential(*(pymoe.nn.MoE(32, 64, num_experts=4, top_k=2) for _ in range(3))).eval()
+    weights = [weakref.ref(layer.experts.w_in) for layer in model]
+    alive = []
+    from_experts = pymoe.nn.QuantizedExperts.from_experts
+
+    def watched(*arguments):
+        alive.append([weight() is not None for weight in weights])
+        return from_experts(*arguments)
+
+    monkeypatch.setattr(pymoe.nn.QuantizedExperts, "from_experts", watched)
+    assert pymoe.nn.quantize_experts(model, 8).layers == 3
+    assert alive == [[True, True, True], [False, True, True], [False, False, True]]
+
+
 def test_half_precision_subnormals_on_a_thread_that_flushes_them():
     """Widening an fp16 subnormal went through a float32 subnormal, which ``set_flush_denormal`` turns to zero.
 

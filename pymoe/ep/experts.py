@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pymoe._common.types import QuantizedWeight, Routing
 from pymoe.ep.clones import WeightBroadcast
@@ -35,13 +36,18 @@ Adapters = tuple[Sequence[LowRank], Sequence[LowRank]]
 all_sharded_experts: WeakSet[ExpertShards] = WeakSet()
 """Every ExpertShards of this process."""
 
+outdated_gradients = WeakIdKeyDictionary()
+"""The gradients that parameters had when they were replaced, as keys."""
+
 
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
     """Mark ``parameter`` as replaced by ``pymoe.ep.<function>``.
 
-    The steps of optimizers that still contain it raise, unless it is frozen or has a gradient.
+    The steps of optimizers that still contain it raise, unless it is frozen or has a gradient from after this call.
     """
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
+    if parameter.grad is not None:
+        outdated_gradients[parameter.grad] = None
 
 
 class ExpertShards(nn.Module):

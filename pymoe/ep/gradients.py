@@ -40,8 +40,8 @@ def data_parallel(
     parameters, on any number of ranks.
 
     The first of the ranks with the same experts broadcasts their weights to the others, as rank 0 of DDP does with
-    other parameters, unless ``init_sync=False`` (an option of DDP) is given. Other parameters that ``fully_shard`` cuts
-    must be the same on all ranks, as without experts.
+    other parameters, unless ``init_sync=False`` (an option of DDP, here for both kinds) is given. Other parameters that
+    ``fully_shard`` cuts must be the same on all ranks, as without experts.
 
     Gradients accumulate over several backward passes as usual in DDP and FSDP: with ``no_sync()`` or
     ``set_requires_gradient_sync(False)``. ``torch.amp.GradScaler`` raises with ``"ddp"``: some gradients are DTensors
@@ -88,7 +88,7 @@ def data_parallel(
     blocks = _blocks_of(model, kind, blocks)
     _check_options(mesh, kind, experts, options)
     data_parallel_mesh = _flattened(mesh)
-    if options.get("init_sync", True):  # an argument of DDP, which holds for experts, too
+    if options.get("init_sync", True):
         _broadcast_from_first_replica(experts, mesh)
     update_sharding(model, set(experts.values()), data_parallel_mesh=data_parallel_mesh)
     if kind == "ddp":
@@ -371,6 +371,7 @@ def _fsdp(
     blocks: list[nn.Module],
     options: dict[str, Any],
 ) -> nn.Module:
+    options.pop("init_sync", None)  # an argument of DDP that fully_shard, which broadcasts nothing, does not have
     own: set[nn.Parameter] = set()
     for one in experts.values():
         if _are_cut_further(mesh, options):

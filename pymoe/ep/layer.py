@@ -247,10 +247,12 @@ def check_mode() -> None:
 
 
 def _shown(experts: Any) -> str:
-    """Return ascending expert numbers as text: "0 to 3", "0, 5 and 6", or "none"."""
+    """Return ascending expert numbers as text: "5", "0 to 3", "0, 5 and 6", or "none"."""
     if not experts:
         return "none"
-    if len(experts) == 1 or experts[-1] - experts[0] == len(experts) - 1:
+    if len(experts) == 1:
+        return str(experts[0])
+    if experts[-1] - experts[0] == len(experts) - 1:
         return f"{experts[0]} to {experts[-1]}"
     return f"{', '.join(map(str, experts[:-1]))} and {experts[-1]}"
 

@@ -4,8 +4,8 @@
 weights of expert e there; ``load_state_dict`` expects the same. An optimizer that is made after a move is registered at
 its first step, or if it is given to ``redistribute``. The next step of an optimizer raises if the optimizer was left
 out of a move or loaded a state before it was registered (it would use the state of other experts), or if it was made
-before ``shard`` or ``data_parallel`` replaced its parameters (unless the replaced ones have gradients: then other code
-may use them). An optimizer also raises if it would pass spread experts and whole parameters to one torch function.
+before ``shard`` or ``data_parallel`` replaced its parameters (unless the replaced ones have new gradients: then other
+code uses them). An optimizer also raises if it would pass spread experts and whole parameters to one torch function.
 Wrapping a model in ``DistributedDataParallel`` raises if that would average spread experts.
 """
 
@@ -33,6 +33,7 @@ from pymoe.ep.experts import (
     in_expert_order,
     in_placed_order,
     local_tensor,
+    outdated_gradients,
     position_layout,
 )
 from pymoe.ep.failures import Description, assert_same_on_all_ranks, lost_rank
@@ -351,8 +352,8 @@ def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        # If the replaced parameter has a gradient, other code may still use it, so let the optimizer update it.
-        if function and parameter.requires_grad and parameter.grad is None:
+        # If the replaced parameter has got a new gradient, other code uses it, so let the optimizer update it.
+        if function and parameter.requires_grad and (parameter.grad is None or parameter.grad in outdated_gradients):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
                 f"experts' parameters, got one made before, which would never train the new ones"

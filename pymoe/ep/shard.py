@@ -58,9 +58,9 @@ def shard(
     experts. Expert parameters become DTensors (``Shard(0)`` on the mesh) with their old shapes and names, so
     ``torch.distributed.checkpoint`` saves and loads them for any number of ranks. Every rank keeps a copy of router and
     shared experts. Make optimizers after this call: an optimizer that was made earlier raises in its next step, unless
-    the old parameters still have gradients. Every rank must have the same model: made with the same seed, or loaded
-    from the same checkpoint. A model on the meta device can be sharded first, then given memory by ``to_empty``, and
-    then initialised or loaded.
+    other modules use the old parameters, too, and have given them new gradients. Every rank must have the same model:
+    made with the same seed, or loaded from the same checkpoint. A model on the meta device can be sharded first, then
+    given memory by ``to_empty``, and then initialised or loaded.
 
     A call of a layer is collective (:class:`ShardedLayer`). Rows go to the ranks of their experts and come back; the
     host reads at most one tensor of counts; the rank of a token sums the results of its choices, in their order. Sums

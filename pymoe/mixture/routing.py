@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     routing: Routing
     """Routing from rows to gathered rows. Choices with a logit of minus infinity follow all groups and are not sent."""
     load: Tensor
-    """(L,) int32: the number of choices of each member, including those with a logit of minus infinity."""
+    """(L,) int32: the number of rows that are sent to each member."""
     groups: tuple[Group, ...]
     """One group for each member that gets at least one row."""
 
@@ -87,7 +87,7 @@ def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:
         for member, begin, end in zip(members, bounds, bounds[1:], strict=False)
         if begin < end
     )
-    return Choice(logits_TL, chosen_TK, routing, gate.load, groups)
+    return Choice(logits_TL, chosen_TK, routing, routing.offsets.diff()[:nobody], groups)
 
 
 def gather_rows(x: Tensor, routing: Routing) -> Tensor:

@@ -422,8 +422,9 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
         if not all(weight.is_meta for weight in _weights_of(experts).values()):
             check_rounded("quantize_experts", format)
     places = places_of(model, (experts for _, experts in found))
-    before = after = 0
-    for _, experts in found:
+    layers, before, after = len(found), 0, 0
+    while found:
+        _, experts = found.pop(0)
         weights = _weights_of(experts)
         before += sum(weight.nbytes for weight in weights.values())
         if isinstance(experts, Experts):
@@ -434,8 +435,8 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             replacement = experts
             _quantize_in_place(experts, bits, format)
         after += sum(getattr(replacement, name).packed.nbytes for name in weights)
-        del weights
-    return Quantized(len(found), before, after)
+        del weights, experts
+    return Quantized(layers, before, after)
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:

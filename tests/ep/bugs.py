@@ -11,6 +11,7 @@ from torch import nn
 from pymoe import ep
 from pymoe.ep.exchange import AllToAll
 from pymoe.ep.placement import contiguous
+from pymoe.nn import MoE
 
 
 def shares_of_losses(rank, world, **way):
@@ -94,6 +95,53 @@ def moved_without_another_layer(rank, world, tied):
             said[1] = without_models(said[1])
     ep.redistribute(spread, contiguous(E, 4))
     return moving, calling, same_bits(spread(x), y)
+
+
+def early_optimizer_of_gradients(rank, world, function):
+    """Return what an optimizer reports in a step after ``function`` has replaced parameters that had gradients.
+
+    Return this also for a step after all gradients were made zero, and for one after other code has used the replaced
+    parameters.
+    """
+    mesh = mesh_of(2, 2)
+    spread = model()
+    if function == "data_parallel":
+        ep.shard(spread, mesh["ep"])
+    early = torch.optim.SGD(spread.parameters(), lr=0.1, foreach=False)
+    replaced = [layer.experts.w_in for layer in (spread[1][0], spread[2])]
+    spread(data(world)[0, rank]).sum().backward()
+    if function == "shard":
+        ep.shard(spread, mesh["ep"])
+    else:
+        ep.data_parallel(spread, mesh, kind="fsdp")
+    found = [told(early.step)]
+    early.zero_grad(set_to_none=False)
+    found.append(told(early.step))
+    early.zero_grad()
+    early = torch.optim.SGD(replaced, lr=0.1, foreach=False)
+    found.append(told(early.step))
+    sum(one.sum() for one in replaced).backward()
+    found.append(told(early.step))
+    return found
+
+
+def fsdp_without_first_broadcast(rank, world):
+    """Return whether each rank keeps a part of its own experts under fully_shard with init_sync=False."""
+    mesh = mesh_of(2, world // 2)
+    torch.manual_seed(mesh.get_local_rank("edp"))
+    spread = nn.Sequential(nn.Linear(8, 8), MoE(8, 6, 8, 2, bias=True))
+    ep.shard(spread, mesh["ep"])
+    before = {name: one.to_local().clone() for name, one in spread[1].experts.named_parameters()}
+    ep.data_parallel(spread, mesh, kind="fsdp", init_sync=False)
+    place = mesh.get_local_rank("edp")
+    return [
+        torch.equal(one.to_local(), before[name].chunk(2)[place]) for name, one in spread[1].experts.named_parameters()
+    ]
+
+
+def own_experts_of(rank, world, experts):
+    """Return the end of the text of a layer, which names the experts of the rank."""
+    return repr(ep.shard(MoE(8, 6, experts, 2), mesh_of(world))).partition("own experts: ")[2].partition("\n")[0]
 
 
 class Wrapped(nn.Module):

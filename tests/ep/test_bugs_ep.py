@@ -112,3 +112,25 @@ def test_a_record_that_another_rank_deletes_is_there_or_not(kind, tmp_path):
     assert (ours.lost, theirs.lost) == (None, None)
     assert ours.read("another") is None
     assert not store.check(["test/another"]), "a read writes nothing"
+
+
+@pytest.mark.parametrize("function", ["shard", "data_parallel"])
+def test_an_early_optimizer_is_noticed_although_its_parameters_have_gradients(ranks, function):
+    """Gradients from before the parameters were replaced were taken as those of other code that still used them.
+
+    So the step updated parameters that no layer used any more, and raised only after zero_grad().
+    """
+    text = f"SGD: an optimizer must be made after pymoe.ep.{function}"
+    for *early, used in ranks.run(bugs.early_optimizer_of_gradients, function=function):
+        assert [(kind, said.startswith(text)) for kind, said, _ in early] == [("RuntimeError", True)] * 3
+        assert used is None
+
+
+def test_fsdp_may_be_told_to_send_nothing_first(ranks):
+    """init_sync=False was honoured, and then passed on to fully_shard, which raised a TypeError."""
+    assert ranks.run(bugs.fsdp_without_first_broadcast) == [[True] * 4] * 4
+
+
+def test_a_rank_with_one_expert_shows_one_number(ranks):
+    """A rank with expert 4 alone was shown with the experts "4 to 4"."""
+    assert ranks.run(bugs.own_experts_of, experts=5) == ["0 to 1", "2 to 3", "4", "none"]

@@ -286,6 +286,19 @@ def test_the_balancing_loss_reaches_the_gate_by_itself() -> None:
     torch.testing.assert_close(moe.router_losses.load_balancing, load_balancing_loss(logits, load))
 
 
+def test_the_balancing_loss_counts_only_the_rows_that_are_sent() -> None:
+    """Choices with a logit of minus infinity were part of the load, although no backend gets them.
+
+    So the loss of a gate that sends all rows to one of two backends was 1, that of perfect balance.
+    """
+    backends = scaled(None, None)
+    moe = mixture(backends, gate=Logits([0.0, -torch.inf]), top_k=2, aux_loss_coef=0.1)
+    with Runtime(backends):
+        moe(torch.ones(6, WIDTH, dtype=torch.float64))
+    assert moe.stats()["e1"].forward.requests == 0
+    assert moe.router_losses.load_balancing == 2
+
+
 def test_many_threads_train_through_one_mixture() -> None:
     backends = [backend(f"e{i}", mlp(i), lr=0.0) for i in range(4)]
     moe = mixture(backends, top_k=2)
