@@ -152,12 +152,12 @@ TEST_CASE("schedules of batches: pools and experts that go in the middle") {
               pool = nullptr;
               break;
             case 1:
-              strand->request_stop(random_below(2) == 0 ? Stop::kDrain : Stop::kCancel);
+              Strand<Sync>::request_stop({strand}, random_below(2) == 0 ? Stop::kDrain : Stop::kCancel);
               while (!executor.wait_released_until(strand, Sync::now() + 1ms)) {
               }
               break;
             default:
-              strand->request_stop(Stop::kCancel);
+              Strand<Sync>::request_stop({strand}, Stop::kCancel);
               pool = nullptr;
               executor.wait_released_until(strand, Time::max());
           }
