@@ -11,7 +11,7 @@
 namespace pymoe::bindings {
 namespace {
 
-// Wakes the task that awaits `waiter`, unless the waiter is done. Runs in the task's loop.
+// Wakes the task that awaits `waiter`, unless the waiter is done. Runs in the task's event loop.
 void wake(const py::object& waiter) {
   try {
     if (!waiter.attr("done")().cast<bool>()) waiter.attr("set_result")(py::none());
@@ -35,7 +35,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     request->on_done([mailbox = shared_from_this(), told = std::move(told)] { mailbox->put(told->release()); });
   }
 
-  // Completes the waiters of requests that are done. Runs in the loop.
+  // Completes the waiters of requests that are done. Runs in the event loop.
   void deliver() {
     for (const py::object& waiter : take_all()) wake(waiter);
   }
@@ -43,8 +43,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void discard() { take_all(); }
 
  private:
-  // Takes over the reference to `waiter`, a future of the loop that will be completed in the loop. May be called on any
-  // thread, without the GIL.
+  // Takes over the reference to `waiter`, an asyncio future of the event loop, which deliver() will complete. May be
+  // called on any thread, without the GIL.
   void put(PyObject* waiter) {
     {
       const std::lock_guard lock(mutex_);
@@ -54,7 +54,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     with_gil([&] {
       bool interrupted = false;
       if (!call_loop(interrupted) && !call_loop(interrupted)) {
-        // Both calls failed. The waiters stay in the mailbox, and the next put() calls the loop again.
+        // The second attempt failed, too. The waiters stay in the mailbox, and the next put() calls the loop again.
         const std::lock_guard lock(mutex_);
         called_ = false;
       }

@@ -41,7 +41,7 @@ class Column {
   bool on_host() const { return position_.device.type != dlpack::kCuda; }  // tensors on other devices are refused
   int64_t bytes() const { return shape_[0] * position_.row_bytes; }
 
-  // Copies the tensors into a block of buffers(). May be called with or without the GIL.
+  // Copies the tensors into a block of memory from buffers(). May be called with or without the GIL.
   void gather() {
     block_.reset(buffers().take(static_cast<size_t>(bytes())));
     gather_into(block_.get());
@@ -106,7 +106,8 @@ class Column {
   Block block_{nullptr, give_back};
 };
 
-// A range that torch.profiler shows, during the object's lifetime. If a range fails, the batch still runs.
+// Shows a range in torch.profiler during the object's lifetime. Errors of the profiler are ignored, so the batch runs
+// in any case.
 class Range {
  public:
   explicit Range(PyObject* name)
@@ -188,9 +189,9 @@ class Running {
   const Batch outer_;
 };
 
-// Returns the seconds until the latest deadline of the running batch (see bind_batches); infinity if a request has
-// none; nothing outside a batch, or if no outcome of the batch will be read. Call with the GIL held, like all code that
-// reads `dropped`.
+// Returns the seconds until the latest deadline among the running batch's requests whose outcome may still be read (see
+// bind_batches); infinity if one of these has no deadline. Returns none if there are no such requests, as outside a
+// batch. Call with the GIL held, like all code that reads `dropped`.
 std::optional<double> patience_of_batch() {
   std::optional<Clock::time_point> latest;
   for (const Slice& slice : running) {
@@ -351,8 +352,8 @@ void PyBatchFunction::run(Batch batch) {
       }
     };
     // Skip the check of this thread's torch state if the result is known: a server's worker is always in a plain state,
-    // and a client has checked its own before. Inside another batch, and on a worker of parallel calls, the state is
-    // unknown.
+    // and a client has already checked its own state. Inside another batch, and on a worker of parallel calls, the
+    // state is unknown.
     const bool known_plain = SystemSync::batches_on_this_thread() == 1 && (on_server_thread() || !on_worker_thread());
     try {
       if (known_plain || plain_runner == nullptr || thread_is_plain()) {

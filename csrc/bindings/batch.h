@@ -45,8 +45,8 @@ class PyBatchFunction final : public runtime::BatchFunction<SystemSync> {
 // Returns the memory into which batches are gathered: one pool per process, which outlives every tensor over it.
 runtime::BufferPool& buffers();
 
-// Raises the KeyboardInterrupt that arrived while this thread ran a batch. For the function that ran the batch while it
-// waited.
+// Raises the KeyboardInterrupt that arrived while this thread ran a batch. Called by the function that ran the batch
+// while waiting.
 [[noreturn]] void raise_interrupt();
 
 }  // namespace pymoe::bindings

@@ -1,4 +1,4 @@
-// Parts of the module pymoe._runtime that the files of this folder add.
+// Functions that add the parts of the module pymoe._runtime. Each is defined in a file of this folder.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -75,7 +75,8 @@ PyTypeObject* type_of(const py::module_& module, const char* name) {
         said.substr(0, said.find('\n')).c_str());  // the other lines name torch's own functions
 }
 
-// Reads a tensor through the table. Throws TypeError unless the tensor is in memory of the CPU or of a CUDA device.
+// Reads a tensor through torch's table of DLPack functions. Throws TypeError unless the tensor is in memory of the CPU
+// or of a CUDA device.
 void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position) {
   if (table->tensor_from_object(object, &tensor) != 0) refuse(py::error_already_set(), object, where, position);
   const int32_t type = tensor.device.type;
@@ -85,8 +86,8 @@ void read_table(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t 
 }
 
 // Returns true if the tensor's memory contains the conjugates or the negatives of its values (torch's "conj bit" and
-// "neg bit"): z.conj().imag is negated. One call returns both bits, for any tensor, and does not release the GIL as
-// is_neg does.
+// "neg bit"): z.conj().imag is negated. One call returns both bits, for any tensor, and unlike is_neg, it does not
+// release the GIL.
 bool has_bits(PyObject* object, const char* where, Py_ssize_t position) {
   const auto bits = py::reinterpret_steal<py::object>(PyObject_CallOneArg(torch_calls().get_tensor_metadata, object));
   if (!bits) refuse(py::error_already_set(), object, where, position);

@@ -46,14 +46,15 @@ struct Tensor {
 void load();
 
 // Reads a tensor that can be part of a batch, on the CPU or a CUDA device. Returns the tensor, or a contiguous copy of
-// it, which `tensor` then describes. Throws a TypeError that begins with `where` and names argument `position` for
-// anything else, and a MemoryError if there is no memory for the copy.
+// it, which `tensor` then describes. For any other object, throws a TypeError whose message begins with `where` and
+// names argument `position`. Throws a MemoryError if there is no memory for the copy.
 py::object read(PyObject* object, Tensor& tensor, const char* where, Py_ssize_t position);
 
 // Reads a tensor that this module made, as read() does, but without checks.
 void read_plain(PyObject* object, Tensor& tensor);
 
-// Reads a tensor that was read before. Returns false, without an error set, if it can no longer be read.
+// Reads once more a tensor that read() has returned, without checks. Returns false, without an error set, if it can no
+// longer be read.
 bool reread(PyObject* object, Tensor& tensor) noexcept;
 
 // Makes a contiguous CPU tensor of torch over `data`. `release(data)` runs when torch releases it, on any thread, with

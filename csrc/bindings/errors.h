@@ -7,8 +7,8 @@
 
 namespace pymoe::bindings {
 
-// Looks up concurrent.futures.CancelledError when the module is initialised. It is needed at interpreter exit, when
-// requests are cancelled on threads that must not run the Python code of an import.
+// Looks up concurrent.futures.CancelledError when the module is initialised. The class is needed at interpreter exit,
+// when requests are cancelled on threads that must not run the Python code of an import.
 void find_cancelled_error();
 
 // Sets the Python exception for a C++ exception.
@@ -33,8 +33,8 @@ PyObject* guarded(const Body& body) noexcept {
 // lost, and may be raised on that thread only.
 bool is_interrupt(py::handle exception);
 
-// Logs the exception on the logger pymoe.runtime. An interrupt is raised again as soon as the main thread runs
-// its own code again.
+// Logs the exception on the logger pymoe.runtime. If it is an interrupt (is_interrupt), raises it again instead, as
+// soon as the main thread runs its own code again.
 void log_error(const char* message, const py::object& error);
 
 }  // namespace pymoe::bindings

@@ -126,8 +126,8 @@ class PyExecutor {
   }
 
  private:
-  // Returns the running executor, or null. If the caller is one of its threads, throws "`where`: a worker cannot wait
-  // for the end of `whose`". Also throws in a forked child.
+  // Returns the running executor, or null if none runs. Throws a RuntimeError ("`where`: a worker cannot wait for the
+  // end of `whose`") on one of the executor's threads, and std::runtime_error in a forked child.
   std::shared_ptr<ServerThreads> others_threads(const char* where, const char* whose) const {
     require_this_process(created_, where, "Runtime");
     if (running_ && running_->on_worker()) {
@@ -136,8 +136,8 @@ class PyExecutor {
     return running_;
   }
 
-  // Calls how(executor, strands) if the executor runs. Keeps the GIL: this waits only for locks under which no thread
-  // asks for the GIL.
+  // Calls how(executor, strands) if the executor runs. Keeps the GIL, because how() waits only for locks under which no
+  // thread asks for the GIL.
   template <typename How>
   void change(const char* where, const py::iterable& pools, const How& how) {
     require_this_process(created_, where, "Runtime");

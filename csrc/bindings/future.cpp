@@ -49,7 +49,7 @@ template <>
 struct pybind11::detail::handle_type_name<pymoe::bindings::DoneCallback> {
   static constexpr auto name = const_name("collections.abc.Callable[[pymoe._runtime.RequestFuture], object]");
 };
-// Converts the Python futures that are passed to bound functions to FutureObject&.
+// Converts Python futures into FutureObject& when they are passed to bound functions.
 template <>
 struct pybind11::detail::type_caster<pymoe::bindings::FutureObject> {
   static constexpr auto name = const_name("pymoe._runtime.RequestFuture");
@@ -85,8 +85,8 @@ bool may_refer(PyObject* outcome) {
 // The time after which a thread that waits for a pool without a Runtime is warned.
 constexpr std::chrono::seconds kUnservedWarningDelay{2};
 
-// If no Runtime serves the pool and the deadline is later, waits for kUnservedWarningDelay and then warns, once per
-// pool. Returns true if the request ended meanwhile.
+// If no Runtime serves the pool, and the deadline is more than kUnservedWarningDelay away, waits for that delay and
+// then warns, once per pool. Returns true if the request ended meanwhile.
 template <typename Ended>
 bool ended_soon_or_served(Pool& pool, const Ended& ended, std::optional<Clock::time_point> deadline) {
   if (pool.strand()->attached()) return false;
@@ -246,7 +246,7 @@ PyObject* repr(PyObject* object) {
   return PyUnicode_FromFormat("<RequestFuture of pool '%s': %s>", self->pool->name().c_str(), state_of(self));
 }
 
-// Makes isinstance() accept a RequestFuture as a concurrent.futures.Future: it also looks at __class__.
+// Makes isinstance() accept a RequestFuture as a concurrent.futures.Future: isinstance() also looks at __class__.
 PyObject* get_class(PyObject*, void*) { return Py_NewRef(standard_type); }
 
 // Returns _condition, _waiters or _state: attributes that wait() and as_completed() of concurrent.futures use.
@@ -284,7 +284,7 @@ int clear(PyObject* object) {
   FutureObject* self = self_of(object);
   Py_CLEAR(self->standard);
   if (self->request && self->request->done()) {
-    // Replace the outcome by None instead of removing it: a finaliser may still read the finished future.
+    // Replace the outcome with None instead of removing it: a finaliser may still read the finished future.
     PyObject* outcome = std::exchange(self->request->outcome, nullptr);
     if (outcome != nullptr) self->request->outcome = Py_NewRef(Py_None);
     Py_XDECREF(outcome);

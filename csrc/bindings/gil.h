@@ -31,12 +31,12 @@ namespace pymoe::bindings {
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
-// Takes over the result of a call of Python's API, or throws the error that the call set.
+// Takes ownership of the new reference that a function of Python's API returned, or throws the error that it set.
 inline py::object own(PyObject* returned) {
   if (returned == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(returned);
 }
-// Keeps an object until the process ends, since an exiting interpreter may need it until its very end.
+// Keeps an object until the process ends and returns it: an exiting interpreter may need the object until the very end.
 inline PyObject* forever(py::object object) { return object.release().ptr(); }
 inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
@@ -64,7 +64,7 @@ class WithoutGil {
 };
 
 // Returns body(), which calls Python code. If the interpreter is gone and unwinds the thread, the thread blocks here
-// for ever. A catch (...) around Python code needs this inside its try block.
+// for ever. A try block with a catch (...) must call Python code through this function.
 template <typename Body>
 decltype(auto) or_stay(const Body& body) {
 #ifdef PYMOE_FORCED_UNWIND
@@ -141,8 +141,9 @@ constexpr std::chrono::milliseconds kSlice{50};
 // century, which might exceed the range of the clock. Throws ValueError for NaN.
 std::optional<Clock::time_point> deadline_after(std::optional<double> seconds);
 
-// Waits until ended() returns true or the deadline passes; returns true in the first case. Call it with the GIL, which
-// is released for ended(until): this must wait until `until` at most. Throws the exception of a signal handler.
+// Waits until ended(until) returns true or the deadline passes; returns true in the first case. Call it with the GIL,
+// which is released during each call of ended(until). That call must return by `until`. Throws the exception of a
+// signal handler.
 template <typename Ended>
 bool wait_interruptibly(const Ended& ended, std::optional<Clock::time_point> deadline = std::nullopt) {
   const bool serves_signals = on_main_thread();

@@ -3,7 +3,7 @@
 //   - Importing starts no thread. At interpreter exit an atexit hook cancels queued work and joins all workers, because
 //     a thread that asks for the GIL of an interpreter that is gone never gets it.
 //   - Every object with workers is registered here, and kept until its workers have ended, even if its Python object is
-//     collected before, on any thread: no destructor waits.
+//     garbage-collected earlier. So no destructor waits, whichever thread runs it.
 //   - After a fork the child has none of the parent's workers, and waiting for them raises an error.
 #pragma once
 
@@ -42,8 +42,8 @@ class Stopping final : public Stoppable {
   Threads threads;
 };
 
-// Keeps `stoppable` until it has stopped and has no other reference, which later calls check. Throws std::runtime_error
-// if the interpreter is exiting. Call it without the GIL.
+// Keeps `stoppable` until its threads have ended and nothing else refers to it: later calls of this function then
+// release it. Throws std::runtime_error if the interpreter is exiting. Call it without the GIL.
 void keep_until_stopped(std::shared_ptr<Stoppable> stoppable);
 
 // Stops `stoppable` and waits until every thread has ended. Call it under the GIL. Throws the exception of a signal

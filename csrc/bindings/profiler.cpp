@@ -51,7 +51,8 @@ const TorchProfiler& torch_profiler() {
   return profiler;
 }
 
-// The profiling state of the thread that created this object. That thread must wait while other threads take part.
+// The profiling state of the thread that created this object. That thread must wait while other threads are part of its
+// profile.
 class Profiled {
  public:
   Profiled() {

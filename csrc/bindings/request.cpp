@@ -60,7 +60,7 @@ py::object TensorRequest::exception() const {
       return borrow(outcome);
     }
   } catch (...) {
-    // Other errors are reported below.
+    // Errors of other types are converted below.
   }
   set_python_error(error());
   return take_error();

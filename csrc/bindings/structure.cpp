@@ -38,7 +38,7 @@ class Split {
       : rows_(rows), total_(std::accumulate(rows.begin(), rows.end(), int64_t{0})), where_(where) {}
 
   // Finds the memory that several tensors of an output share. Such tensors must not be cloned separately: after a
-  // direct call, a change of one appears in the others, and it must do so here, too.
+  // direct call, a change of one of them appears in the others, and this must be so here, too.
   void find_shared(const py::object& output) {
     if (dlpack::is_tensor(output.ptr())) {
       const size_t memory = memory_of(output);
@@ -135,8 +135,8 @@ class Split {
     }
   }
 
-  // Returns true if another tensor of the output has the same memory. For an expanded tensor (row stride 0) returns
-  // false, so that it is cloned and its rows become separate.
+  // Returns true if another tensor of the structure has the same memory as the tensor `output`. For an expanded tensor
+  // (row stride 0) returns false, so that it is cloned and its rows become separate.
   bool shares(const py::object& output) const {
     if (shared_.empty()) return false;
     const size_t memory = memory_of(output);

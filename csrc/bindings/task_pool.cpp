@@ -121,8 +121,8 @@ void let_collector_in(PyHeapTypeObject* heap_type) {
   };
 }
 
-// Returns the native pool of a Python object of the type. (pybind11's own lookup takes longer, and does not check that
-// the object has a pool.)
+// Returns the native pool of a Python TaskPool. Throws a RuntimeError if __init__ was not called. (pybind11's own
+// lookup takes longer, and does not check this.)
 PyTaskPool& native(PyObject* object) {
   const py::detail::value_and_holder held = reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder();
   if (!held.holder_constructed()) raise(PyExc_RuntimeError, "TaskPool: __init__ was not called");

@@ -19,7 +19,8 @@ bool answers_as_usual(const Question& question) {
 
 void set_grad(bool enabled) { own(PyObject_CallOneArg(torch_calls().set_grad_enabled, enabled ? Py_True : Py_False)); }
 
-// Returns the object with a dotted name in torch, and keeps it until the process ends; null if this torch lacks it.
+// Returns the object of torch with the given dotted name, and keeps it until the process ends. Returns null if this
+// torch lacks it.
 PyObject* find_optional(const std::string& dotted) {
   try {
     py::object found = py::module_::import("torch");

@@ -7,7 +7,8 @@
 
 namespace pymoe::bindings {
 
-// A function that reads a setting of the thread, and its value in a thread's initial state (null: any false value).
+// A function that reads a setting of the calling thread, and the setting's value in a new thread (null: any false
+// value).
 struct Question {
   PyObject* function;
   PyObject* argument;  // or null
@@ -42,8 +43,9 @@ const TorchCalls& torch_calls();
 // because GradMode sets it; context variables and stack depth do not either, because a batch has its own (batch.cpp).
 bool thread_is_plain();
 
-// Makes this thread use the number of threads that torch.set_num_threads set: torch passes it to OpenMP separately for
-// each thread, but only at the thread's first parallel loop, and a matrix product may come earlier.
+// Makes this thread use the number of threads that torch.set_num_threads set: torch passes this number to OpenMP
+// separately for each thread, but only in the thread's first parallel loop, and the thread may compute a matrix product
+// before that.
 void adopt_thread_count();
 
 // Sets the grad mode during the object's lifetime.

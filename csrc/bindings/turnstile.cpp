@@ -108,7 +108,8 @@ void Turnstile::call_next() {
 
 namespace {
 
-// The seat of the wait from which this thread has last returned; null once the thread has left the turnstile.
+// This thread's current seat: that of its last completed wait, or the one it took when it delivered a batch; null once
+// the thread has left the turnstile.
 struct Current {
   SeatPointer seat;
   int created = 0;
@@ -151,7 +152,8 @@ Place::~Place() {
     const std::lock_guard lock(seat_->mutex);
     if (std::exchange(seat_->state, Seat::kEmpty) != Seat::kCalled) return;
   }
-  // The seat was called, but its thread does not return: make the call that the previous seat owes, and this one's.
+  // The seat was called, but its thread does not return: make the call that the previous seat owes, and the one that
+  // this seat owes.
   if (const SeatPointer running = std::move(seat_->before)) running->pass_on();
   seat_->leave();
 }

@@ -5,10 +5,10 @@
 // idle cores, this cost five thread switches per request, and two thirds of the throughput. If they are woken one after
 // the other, each waits for the kernel to wake a sleeping core.
 //
-// So two are awake at a time: one runs, and the next one spins until the first waits again or is gone (leave), but no
-// longer than kSpin; then it waits for the GIL, whatever the first does. A thread that leaves calls the one after next;
-// if the next one has spun for kSpin, it makes that call instead. So each called thread passes the call on within kSpin
-// after it wakes, whatever Python does in between.
+// So two threads are awake at a time: one runs, and the next one spins until the first one waits again or has left, but
+// no longer than kSpin; then the next one waits for the GIL, whatever the first one does. A thread that leaves calls
+// the thread after next; if the next thread has spun for kSpin before, it makes that call instead. So each called
+// thread passes the call on within kSpin after it wakes, whatever Python does in between.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,7 @@ void leave_turnstile();
 
 struct Seat;
 
-// A waiting thread's place in the order of return; must be created and waited in without the GIL.
+// A waiting thread's place in the order of return. Create it, and call wait_until, without the GIL.
 class Place {
  public:
   explicit Place(TensorRequest& request);

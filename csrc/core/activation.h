@@ -37,8 +37,9 @@ struct SwigluClamp {
   S limit, alpha, up_offset;
 };
 
-// Returns 1 + e^x, with the bits of exp_in_fixed_steps(x) + 1 for every x except NaN, for which it returns 1. It needs
-// fewer steps, because bits of e^x that are lost in the sum do not matter: it handles neither subnormals nor NaN.
+// Returns 1 + e^x, with the bits of exp_in_fixed_steps(x) + 1 for every x except NaN, for which it returns 1. The
+// function needs fewer steps than exp_in_fixed_steps, because bits of e^x that are lost in the sum do not matter: it
+// handles neither subnormals nor NaN.
 template <typename S>
 PYMOE_HOST_DEVICE PYMOE_INLINE S one_plus_exp(S x) {
   using Steps = ExpSteps<S>;

@@ -7,8 +7,8 @@
 
 namespace pymoe {
 
-// The biases of experts, (E, N), for an operator that adds them to its rows: row r of expert e, that is with
-// offsets[e] <= r < offsets[e + 1], has bias e. If `data` is null, nothing is added.
+// The biases of experts, (E, N), for an operator that adds them to its rows: bias e to the rows r of expert e,
+// offsets[e] <= r < offsets[e + 1]. If `data` is null, nothing is added.
 struct ExpertBiases {
   const void* data = nullptr;
   const int32_t* offsets = nullptr;  // (E + 1,)

@@ -25,7 +25,7 @@ PYMOE_HIDDEN [[noreturn]] void throw_bad_length() __asm__("_ZSt28__throw_bad_arr
 void throw_bad_length() { throw std::bad_array_new_length(); }
 
 // CXXABI_1.3.13: the functions that change the reference count of a std::exception_ptr's exception. Here they call the
-// copy constructor and the destructor, which change it, too, and exist since CXXABI_1.3.3.
+// copy constructor and the destructor, which change that count, too, and have existed since CXXABI_1.3.3.
 void copy_pointer(void* to, const void* from) __asm__("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void destroy_pointer(void* pointer) __asm__("_ZNSt15__exception_ptr13exception_ptrD1Ev");
 

@@ -6,10 +6,10 @@
 // counting all choices or needing a launch that does; the first block writes the sums, `load`.
 //
 // A thread adds the counts of four experts, as two words of two 16-bit sums each. First, every group of threads adds up
-// its share of the tiles: every groups-th tile. Then one thread per four experts adds the sums of the groups. The rest
-// is as in build_routing_cuda.cu: offsets by a scan over the experts, every warp counts a stretch of the tile, a prefix
-// over the warps, and __match_any_sync ranks the 32 choices of a round. No result depends on the order in which blocks
-// run.
+// its share of the tiles: with G groups, group g takes tiles g, g + G, g + 2 G, ... Then one thread per four experts
+// adds the sums of the groups. The rest is as in build_routing_cuda.cu: offsets by a scan over the experts, every warp
+// counts a stretch of the tile, a prefix over the warps, and __match_any_sync ranks the 32 choices of a round. No
+// result depends on the order in which blocks run.
 #include <algorithm>
 
 #include "kernels/build_routing.h"
@@ -25,7 +25,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int64_t kMostTiles = 128;
 constexpr int64_t kMostGroups = 32;  // maximum number of groups of threads; one thread adds the sums of all groups
 constexpr int kPack = ChoiceCounts::kCountPack;
-// The limit of the number of experts gives every pack a thread, and leaves half of the warps for other work.
+// Thanks to the limit on the number of experts, every pack has a thread, and half of the warps are left for other work.
 static_assert(kPack == 4 && ChoiceCounts::kMostExperts <= kPack * kThreads / 2);
 
 // Sums of the counts of four experts, 16 bits each: an expert has at most one choice per token, and there are at most
@@ -98,7 +98,7 @@ PYMOE_DEVICE void sum_tiles(const Sort& s, Sums* parts) {
   parts[(s.groups + group) * s.packs + pack] = counts.earlier;
 }
 
-// Replaces every warp's count of an expert's choices by the sum of the counts of all earlier warps. All threads from
+// Replaces every warp's count of an expert's choices with the sum of the counts of all earlier warps. All threads from
 // thread `first` on must call it.
 PYMOE_DEVICE void sum_warps(int first, int experts, int32_t* of_warps) {
   for (int expert = static_cast<int>(threadIdx.x) - first; expert < experts; expert += kThreads - first) {

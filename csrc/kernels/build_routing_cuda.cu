@@ -92,8 +92,8 @@ struct Tile {
 PYMOE_DEVICE unsigned count_of(int choice, int tile_begin) { return choice < tile_begin ? 0x10001u : 1u; }
 
 // Adds `count` to a column of counts for every choice in the pack; the counts of consecutive experts are `stride` bytes
-// apart. To avoid a branch, choices without an expert are counted, too, in words in front of the column that only the
-// scan uses, later.
+// apart. To avoid a branch, choices without an expert are counted, too: in the words in front of the column, which are
+// used only later, by the scan.
 template <typename Index, int kCount>
 PYMOE_DEVICE void count_choices(const Pack<Index, kCount>& named, unsigned count, int experts, int stride,
                                 unsigned char* column) {
@@ -208,7 +208,7 @@ PYMOE_DEVICE void scan_experts(int experts, int64_t capacity, int32_t* sums, int
   }
 }
 
-// Replaces every warp's count of an expert's choices by the warp's first row for that expert.
+// Replaces every warp's count of an expert's choices with the warp's first row for that expert.
 PYMOE_DEVICE void counts_to_rows(int experts, const int32_t* first, int32_t* of_warps) {
   constexpr int kAtOnce = 4;  // counts read at once, before a write. Divides the warps
   const int threads = static_cast<int>(blockDim.x), warps = threads / kWarp;

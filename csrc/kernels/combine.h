@@ -18,14 +18,15 @@
 //
 // The CPU twin keeps the inner product in 32 interleaved partial sums, element h in sum h % 32, which are added as a
 // balanced tree: one order for every instruction set. The CUDA twin has another fixed order, which depends only on H
-// and the dtype (combine_backward_cuda.cu): its dweights are within rounding of the CPU's; out and dy have the same
+// and the dtype (combine_backward_cuda.cu): the dweights of both twins agree within rounding; out and dy have the same
 // bits.
 //
-// Slots must be -1 or a row in [0, S), each row once, the rows below *used. The CPU twin throws std::out_of_range for
-// a slot outside [-1, S); the CUDA twin skips such a choice (nothing is added, its dweight is 0). For any slots and
-// *used, neither touches memory outside the tensors and, unless it throws, every element of out and dweights is
-// written. A row of dy below *used that no slot names is not written. Each element of a row that two slots name comes
-// from the gradient of either. Rows from *used on are 0 even if a slot names them. Row offsets are 64-bit.
+// Every slot must be -1, or a row in [0, S) that no other slot names; for the backward, the row must also be below
+// *used. The CPU twin throws std::out_of_range for a slot outside [-1, S); the CUDA twin skips such a choice (nothing
+// is added, its dweight is 0). For any slots and *used, neither touches memory outside the tensors and, unless it
+// throws, every element of out and dweights is written. A row of dy below *used that no slot names is not written. Each
+// element of a row that two slots name comes from the gradient of either. Rows from *used on are 0 even if a slot names
+// them. Row offsets are 64-bit.
 #pragma once
 
 #include <cstdint>

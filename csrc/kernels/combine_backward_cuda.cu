@@ -29,8 +29,8 @@ template <typename T>
 constexpr int kMostAtOnce = sizeof(T) == 8 ? 4 : 8;
 
 // load_chunk and store_chunk move a chunk of a row by accesses of kBytes. If kBytes is less than the size of a chunk,
-// the row may end within it, and only its first `count` elements are accessed. kOnce: true if no other thread reads the
-// chunk.
+// the row may end within the chunk, and only the chunk's first `count` elements are accessed. kOnce: true if no other
+// thread reads the chunk.
 template <int kBytes, bool kOnce = true, typename T>
 PYMOE_DEVICE Chunk<T> load_chunk(const T* from, int count) {
   if constexpr (kBytes == 16) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kRowThreads, (kBiased ? 1 : kResident<T, kByte
       Chunk<T> of_y[kAtOnce], of_bias[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // Reads grad again if there is nothing to read: a load behind a branch would not be issued with the others.
+        // Reads grad again if there is no row of y to read: a load behind a branch would not be issued with the others.
         const T* const from = with_weights && row[k] >= 0 ? a.y + static_cast<uint32_t>(row[k]) * a.hidden : grad;
         of_y[k] = load_chunk<kBytes>(from + column, count);
         if constexpr (kBiased) {
@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kRowThreads, (kBiased ? 1 : kResident<T, kByte
       widen(of_grad, g);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        // Computes the sum even if it is not used: with a branch, the compiler would move the load behind it.
+        // Computes the sum even if it is not used: with a branch, the compiler would move the load of y behind the
+        // branch.
         S products[kChunk<T>];
         widen(of_y[k], products);
         if constexpr (kBiased) {

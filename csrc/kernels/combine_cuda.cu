@@ -33,7 +33,7 @@ struct Choices {
   S weight[kAtOnce];        // 0 if nothing is added: infinity times 0 would be NaN
 };
 
-// Reads up to kAtOnce choices of a token, starting at `begin`, but none past its last.
+// Reads up to kAtOnce choices of a token, starting at `begin`, but none past the token's last choice.
 template <typename S, int kAtOnce>
 PYMOE_DEVICE void read_choices(Choices<S, kAtOnce>& now, const int32_t* slots, const S* weights, int64_t begin,
                                int64_t choices, int64_t rows) {

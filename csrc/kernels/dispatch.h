@@ -3,8 +3,8 @@
 //     out[slot[t, k]] = x[t]     for every choice with slot[t, k] >= 0
 //     out[s] = 0                 for rows s >= *used
 //
-// S, the rows of `out`, is T * K for a routing of all choices; an exchange may have fewer or more rows. A row below
-// *used that no slot names is not written.
+// S, the number of rows of `out`, is T * K for a routing of all choices; an exchange may have fewer or more rows. A row
+// below *used that no slot names is not written.
 //
 // Source-major: a token's row is read once and written K times, so a call moves (T + S) * row_bytes bytes. Rows are
 // opaque bytes, so one kernel serves any dtype. Row offsets are 64-bit.

@@ -1,15 +1,15 @@
-// Source-major gather on the GPU. A group of threads owns a stretch of one token's row, kUnroll words per thread: it
-// reads its words once, all of them in flight together, and writes them to the K rows that the token's choices own.
-// Words are as wide as alignment allows, 16 bytes in all usual shapes, and neighbouring threads hold neighbouring
-// words, so every store of a warp is 512 contiguous bytes. A block has as many groups as 256 threads hold; the group is
-// fitted to the row, so that H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
+// Source-major gather on the GPU. A group of threads owns a stretch of one token's row, kUnroll words per thread. Each
+// thread reads its words once, all of them in flight together, and writes them to the K rows that the token's choices
+// own. Words are as wide as alignment allows, 16 bytes in all usual shapes, and neighbouring threads have neighbouring
+// words, so every store of a warp is 512 contiguous bytes. A block has as many groups as fit into 256 threads. The size
+// of a group is fitted to the row: H 7168 in bf16, 896 words, is one group of 224 threads with 4 words each.
 //
 // With K = 8, eight times as many bytes are written as read, so stores must be wide and never wait. A token's slots are
 // therefore read once per thread, 8 at a time, together with the row. If input and output together are larger than a
 // GPU's L2, streaming stores are used (for words of 16 bytes): later reads would not find the rows in L2 anyway.
 //
-// The same threads then clear the rows from *used on, a share each: nothing if all rows are in use, and with the
-// bandwidth of the whole GPU if many are not. A choice whose slot is not in [0, *used) is skipped, so no two blocks
+// The same threads then clear the rows from *used on, a share each. This costs nothing if all rows are in use, and has
+// the bandwidth of the whole GPU if many are not. A choice whose slot is not in [0, *used) is skipped, so no two blocks
 // write to the same address unless two choices name the same slot.
 #include <algorithm>
 

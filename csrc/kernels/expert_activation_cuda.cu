@@ -75,8 +75,9 @@ PYMOE_DEVICE Place<T> find_place(const Strips& s) {
   return place;
 }
 
-// Loads kCount of the thread's chunks into `to`, from its chunk number `first` on, with zeros past the row's end.
-// `from` is the address of its chunk 0. All loads are issued together. kOnce: true if no other thread reads the chunks.
+// Loads kCount of the thread's chunks into `to`, starting with the thread's chunk `first`, with zeros past the row's
+// end. `from` is the address of the thread's chunk 0. All loads are issued together. kOnce: true if no other thread
+// reads the chunks.
 template <bool kWhole, bool kOnce = true, typename T, int kCount>
 PYMOE_DEVICE void load_chunks(const T* PYMOE_RESTRICT from, const Place<T>& place, int first, int step,
                               Chunk<T> (&to)[kCount]) {
@@ -150,7 +151,8 @@ struct Inputs {
     }
   }
 
-  // Writes the values of chunk j, with their biases. Without a gate nothing is written to `of_up`.
+  // Writes the values of chunk j, with the biases added, to `of_x` and `of_up`. Without a gate, nothing is written to
+  // `of_up`.
   PYMOE_DEVICE void widen_chunk(int j, accumulate_t<T> (&of_x)[kChunk<T>], accumulate_t<T> (&of_up)[kChunk<T>]) const {
     widen(x[j], of_x);
     if constexpr (kGated) widen(up[j], of_up);
@@ -211,7 +213,7 @@ PYMOE_DEVICE void differentiate_chunks(int first, const T* of_grad, const T* of_
   }
 }
 
-// Blocks per multiprocessor: with biases a thread needs more registers (up to 84, in bf16).
+// Blocks per multiprocessor: fewer with biases, because a thread then needs more registers (up to 84, in bf16).
 template <bool kBiased, bool kBackward = false>
 inline constexpr int kResident = kBiased     ? 2
                                  : kBackward ? 3

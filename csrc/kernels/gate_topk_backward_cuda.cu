@@ -74,8 +74,8 @@ class Token {
     for (int64_t i = lane(); i < a_.num_experts; i += kLanes) f(i);
   }
 
-  // Replaces the gradients of the chosen experts, in the lanes that wrote them, by f(choice). If two choices name the
-  // same expert, which only a caller's mistake can cause, the value of the last one stays.
+  // Replaces the gradients of the chosen experts, in the lanes that wrote them, with f(choice). If two choices name the
+  // same expert, which only a caller's mistake can cause, the value of the last of these choices stays.
   template <typename F>
   PYMOE_DEVICE void replace_chosen(const F& f) const {
     for (int64_t j = 0; j < a_.choices; ++j) {

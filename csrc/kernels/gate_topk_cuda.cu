@@ -53,7 +53,7 @@ struct Layout {
   void* rows;  // buffered keys, by block and token; null: they are in shared memory
 };
 
-// Calls f with the row of logits of a token, as a pointer to its dtype.
+// Calls f with a pointer to a token's row of logits, of the C++ type of the logits' dtype.
 template <typename S, typename F>
 PYMOE_DEVICE void with_logits(const GateTopkArguments& a, int64_t token, const F& f) {
   const int64_t start = token * a.num_experts;
@@ -114,8 +114,8 @@ class Token {
   // Fills the slots with the bits of the logits, and with -infinity past the end of the row.
   PYMOE_DEVICE void load_row() {
     with_logits<S>(a_, token_, [&](const auto* PYMOE_RESTRICT logits) {
-      // In the larger kernels, the compiler would merge the bounds test before a load with the one after it into one
-      // branch, and move the load and the widening behind it. With kClamped there is no test before the load.
+      // In the larger kernels, the compiler would merge the bounds tests before and after a load into a single branch,
+      // and move the load and the widening behind that branch. With kClamped there is no test before the load.
       constexpr bool kClamped = kScoresRow && sizeof(*logits) == 2;
       const auto bits = [&](Key, int32_t expert, int, auto logit) {
         return bit_cast<Key>(inside(expert) ? to_accumulate(logit) : -std::numeric_limits<S>::infinity());
@@ -128,7 +128,7 @@ class Token {
     });
   }
 
-  // Replaces the logits in the slots by the keys that the choice compares.
+  // Replaces the logits in the slots with the keys that the choice compares.
   PYMOE_DEVICE void score_row() {
     if (sums_row()) {
       S local = -std::numeric_limits<S>::infinity();  // the greatest logit, ignoring NaN

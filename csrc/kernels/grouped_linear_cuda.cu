@@ -14,8 +14,8 @@
 // Rows in a given order are read and written where the order says; a thread looks this up once per tile, or for every
 // depth of a weight's gradient. Tiles are cut from the order, so tiles and sums are the same as for sorted rows.
 //
-// If torch's grouped GEMM makes the product, the plan's bounds are its offsets and the two complete_ kernels add
-// what it leaves out; they return immediately for tiles and experts that lack nothing.
+// If torch's grouped GEMM makes the product, torch gets the plan's bounds as offsets, and the two complete_ kernels add
+// what torch leaves out; they return immediately for tiles and experts that lack nothing.
 #include <algorithm>
 #include <limits>
 

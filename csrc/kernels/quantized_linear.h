@@ -60,7 +60,7 @@ struct QuantizedInputGradArguments {
 
 inline constexpr int64_t kDecodedBytes = 1 << 20;  // of decoded weights, in a buffer that each thread keeps
 
-// The numbers that belong to the 128 rounded integers of a row's block of inputs.
+// Describes a row's block of 128 inputs, rounded to integers: their step, and the sums of them that products need.
 struct RoundedBlock {
   float step;     // NaN if the block has a NaN or an infinity; the integers are then zero
   int32_t zero;   // int8: 128 (the code of zero) times the sum of the integers

@@ -40,8 +40,8 @@ class LinesAhead {
 template <WeightFormat kFormat>
 struct RightCodes;
 
-// For int8. Tiles 0 and 1 sum the products of the high and of the low bytes for 16 outputs, tiles 2 and 3 those for the
-// next 16.
+// The right factors for int8. Tiles 0 and 1 sum the products of the high and of the low bytes for 16 outputs, tiles 2
+// and 3 those for the next 16.
 template <>
 struct RightCodes<WeightFormat::kInt8> {
   static constexpr int64_t kOutputs = 2 * kSumOutputs;
@@ -111,7 +111,7 @@ PYMOE_INLINE vuint32 codes_as_bf16(vuint32 codes) {
 }
 #endif
 
-// For 4 bits. Tile g sums the products of group g, for 16 outputs.
+// The right factors for the 4-bit formats. Tile g sums the products of group g, for 16 outputs.
 template <WeightFormat kFormat>
 struct RightCodes {
   static constexpr int64_t kOutputs = kSumOutputs;

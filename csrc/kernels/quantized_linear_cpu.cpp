@@ -142,8 +142,8 @@ void multiply(const QuantizedLinearArguments& a) {
   const int64_t used = a.offsets[a.experts], blocks = rounded_blocks(a.inputs), row_bytes = ways.row_bytes();
   auto* codes = static_cast<int8_t*>(a.workspace);  // (blocks, used rows, row_bytes)
   auto* rounded = reinterpret_cast<RoundedBlock*>(codes + blocks * used * row_bytes);
-  // Returns the address of a row's rounded integers. The rows of an expert are stored from the place of its first row
-  // on; the distance between them depends on the kind of product.
+  // Returns the address of the first block of a row's rounded integers. An expert's rows begin at row_bytes times the
+  // number of earlier experts' rows; the distance between rows depends on the expert's kind of product.
   const auto codes_of = [&](int64_t expert, int64_t row) {
     const int64_t begin = a.offsets[expert], its_bytes = ways.of(a.offsets[expert + 1] - begin).row_bytes;
     return codes + begin * row_bytes + (row - begin) * its_bytes;

@@ -414,8 +414,8 @@ PYMOE_INLINE void multiply(const vint32 (&codes)[kVectors], const int8_t* x, int
 // The prefetch distance in bytes. With 4096 or 16384, products of two to eight rows take longer.
 inline constexpr int64_t kAhead = 8192;
 
-// Prefetches what the pass over a block's outputs from number `vector` on, which loads `word`, loads of a later block.
-// If the first pass prefetched the lines of all passes, memory would idle in the others.
+// Prefetches the memory kAhead bytes after what a pass loads at `word`: kVectors vectors of outputs, from vector number
+// `vector` on. If the first pass prefetched the lines of all passes, memory would idle in the others.
 template <int kVectors>
 PYMOE_INLINE void prefetch_later(const uint8_t* word, int vector) {
   if (kVectors * kVectorBytes % 64 != 0 && vector * kVectorBytes % 64 != 0) return;  // an earlier pass does
@@ -459,7 +459,7 @@ PYMOE_INLINE vfloat load_scales(const uint8_t* scales, const float* ends, int64_
   return kFormat == WeightFormat::kMxfp4 ? load_powers(scales + output) : load(ends + output);
 }
 
-// Returns the factor of a block's scaled sums: half a step for mxfp4, whose sums are those of twice the weights.
+// Returns the factor of a block's scaled sums: the step, or half of it in mxfp4 (sums of twice the weights).
 template <WeightFormat kFormat>
 PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
   return kFormat == WeightFormat::kMxfp4 ? rounded.step * 0.5f : rounded.step;
@@ -468,8 +468,8 @@ PYMOE_INLINE float step_of(const RoundedBlock& rounded) {
 // Bytes of a row in one multiplication: 4 high or 4 low bytes, 2 whole integers or, with FEAT_I8MM, 8 whole integers.
 inline constexpr int64_t kFactorBytes = PYMOE_ISA_HAS_I8MM ? 16 : 4;
 
-// The registers for sums (with 4 bits, also for scaled sums) limit kMostRows, the rows that are multiplied together,
-// and vectors_beside(rows), the vectors of outputs beside them. Four vectors need fewer loads per product.
+// The registers for sums (with 4 bits, also for scaled sums) limit kMostRows, the number of rows that are multiplied
+// together, and vectors_beside(rows), the vectors of outputs beside them. Four vectors need fewer loads per product.
 #if PYMOE_ISA_LEVEL == 4
 template <WeightFormat kFormat>
 inline constexpr int kMostRows = bits_of(kFormat) == 8 ? (PYMOE_ISA_HAS_BF16 ? 3 : 5) : 4;

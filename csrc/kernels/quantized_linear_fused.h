@@ -31,8 +31,8 @@ PYMOE_INLINE vfloat fused_multiply_add(vfloat a, vfloat b, vfloat sum) {
 }
 #endif
 
-// The location of a block's weights: its start in the packed tile, the first output to use there, and a buffer with its
-// decoded values (null if codes are decoded in registers).
+// The location of a block's weights: the start of the block in the packed tile, the first output to use there, and a
+// buffer with the block's decoded values (null if codes are decoded in registers).
 struct BlockSource {
   const uint8_t* block;
   int64_t first;
@@ -121,7 +121,7 @@ class StoredCodes {
       }
     }
   }
-  // Loads the weights of kInputs inputs of the run, from its input number `input` on.
+  // Loads the weights of kInputs inputs of the run, starting at input `input` of the run.
   PYMOE_INLINE void load_inputs(int64_t input, vfloat (&values)[kInputs][kVectors]) {
     const uint8_t* from = codes_ + input / kInputs * kQuantizedTile;
     __builtin_prefetch(from + kAhead);

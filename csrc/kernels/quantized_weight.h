@@ -18,8 +18,8 @@
 //     symmetric8  for every 16 inputs: 64 scales (fp32), then for every input 64 codes (int8);  w = scale * code
 //
 // The three words of an output are 96 bits, from the lowest bit of the first word on: 8 scales s and then 8 minima m of
-// 6 bits, one for each group of 32 inputs of the super-block. They are zero for groups that the last super-block lacks,
-// which has no codes for these either.
+// 6 bits, one for each group of 32 inputs of the super-block. They are zero for groups that the last super-block lacks;
+// it has no codes for these groups, either.
 //
 // Inputs are padded to a multiple of 32 and outputs to a multiple of 64. Padding stands for zero, except for
 // inputs in int4 and in the affine formats: their code is 0, which stands for the minimum, or the offset, of the group.

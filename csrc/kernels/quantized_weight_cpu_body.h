@@ -30,13 +30,14 @@ PYMOE_INLINE vfloat inverse_of(vfloat step) {
   return some ? 1.0f / safe : vfloat{};
 }
 
-// Below, `values` points to outputs in a tile's buffer: values[i * kQuantizedTile] are their weights of input i.
+// Below, `values` points to a vector of outputs in the buffer of a tile. The weights of these outputs for input i begin
+// at values[i * kQuantizedTile].
 PYMOE_INLINE vfloat nearest_code(vfloat value, vfloat minimum, vfloat inverse) {
   return round_to_integer(clamp((value - minimum) * inverse, 0, 15));
 }
 
-// Returns the sum of squared errors if a group of `count` inputs is rounded to the grid of `scale` and `minimum`;
-// stores the sum of the codes in `sum_of_codes`.
+// Returns the sum of the squared errors that rounding a group of `count` inputs to the grid of `scale` and `minimum`
+// would cause. Stores the sum of the codes in `sum_of_codes`.
 inline vfloat squared_error(const float* values, int64_t count, vfloat scale, vfloat minimum, vfloat& sum_of_codes) {
   const vfloat inverse = inverse_of(scale);
   vfloat error{}, codes{};
@@ -93,7 +94,7 @@ inline void fit_group(const float* values, int64_t count, vfloat& scale, vfloat&
   }
 }
 
-// Returns the power of two (e8m0) for the row of an int4 output, whose largest magnitude is `largest`. That magnitude
+// Returns the power of two (e8m0) for an int4 output whose weights have at most the magnitude `largest`. That magnitude
 // divided by the power is below 2^20, so that factors are far from the limits of fp16.
 PYMOE_INLINE vint32 power_for(vfloat largest) {
   const vint32 power = ((vint32)largest >> 23) - 19;
@@ -119,7 +120,7 @@ PYMOE_INLINE void put_codes_4(uint8_t* words, int64_t i, int64_t first, vint32 c
   for (int lane = 0; lane < kLanes<float>; ++lane) to[4 * lane] |= static_cast<uint8_t>(integers[lane]);
 }
 
-// Puts a 6-bit integer into field `i` of a super-block's words, which must be zero there.
+// Puts a 6-bit integer into field `i` of a super-block's words; the bits of the field must be zero before.
 PYMOE_INLINE void put_field(vuint32 (&words)[3], int64_t i, vfloat value) {
   const auto bits = (vuint32) __builtin_convertvector(value, vint32);
   const int64_t word = 6 * i / 32, shift = 6 * i % 32;
@@ -238,7 +239,7 @@ inline void quantize_group_fp8(const float* values, int64_t count, float scale, 
     for (int64_t first = 0; first < kQuantizedTile; first += kLanes<float>) {
       const vfloat quotient = load(values + first + i * kQuantizedTile) / divisor, size = magnitude(quotient);
       const vint32 bits = (vint32)size;
-      // Both round to nearest, ties to even: `normal` to 3 bits of mantissa, `small`, for sizes below 2^-6, to a
+      // Both round to nearest, ties to even: `normal` to 3 bits of mantissa, `small`, for magnitudes below 2^-6, to a
       // multiple of 2^-9.
       const vint32 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
       const vint32 small = (vint32)(size + 0x1p14f) - (vint32)broadcast(0x1p14f);

@@ -12,8 +12,9 @@ struct RowStatistics {
   S score_sum, score_dot;  // sums of the unnormalised scores, and of scores times f
 };
 
-// Returns the statistics of a row; score_dot is 0 if `fraction` is null. If the exponentials e^(l - max) are needed,
-// they are also written to `exps`, and sigmoid scores to `scores`; either may be null.
+// Returns the statistics of a row. `max` and `sum` are 0 if only sigmoid scores are needed, `score_dot` if `fraction`
+// is null. Exponentials e^(l - max) that are computed are also written to `exps`, and sigmoid scores to `scores`;
+// either may be null.
 template <typename S>
 RowStatistics<S> row_statistics(const S* row, int64_t size, Score score, bool with_z, const S* fraction, S* exps,
                                 S* scores) {

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   }
 }
 
-// Adds up the sums of the blocks and writes both losses. It is launched with one warp, each half of which takes one
+// Adds up the sums of the blocks and writes both losses. Launch it with one warp: each half of the warp computes one
 // loss.
 __global__ void __launch_bounds__(kWarp)
     router_losses_total_kernel(const double* PYMOE_RESTRICT of_blocks, int64_t blocks, int64_t tokens,

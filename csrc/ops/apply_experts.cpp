@@ -2,7 +2,8 @@
 // bits as build_routing, dispatch, grouped_linear, expert_activation, grouped_linear and combine one after the other,
 // because it calls them. It saves the cost of five calls from Python and up to half of the memory for intermediate
 // results: the activation and the second product write their output to the memory that held the input of the step
-// before them, if it is suitable (empty_in in ops/allocate.h; torch's grouped product always needs new memory).
+// before them, if that memory is suitable (empty_in in ops/allocate.h; torch's grouped product always needs new
+// memory).
 //
 //     y[t] = sum over k, in order, of weights[t, k] * network of experts[t, k] (x[t])
 //

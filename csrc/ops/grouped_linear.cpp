@@ -28,7 +28,7 @@ constexpr const char* kName = "grouped_linear";
 constexpr int64_t kMostOffsets = int64_t{1} << 30;  // the kernels round the number of experts up, in int32
 
 // Returns a view of `tensor`, which must be a matrix of `rows` x `columns` elements of the dtype and device of `like`.
-// `argument` is its name in errors.
+// `argument` is the tensor's name in errors.
 MatrixView checked_matrix(const char* argument, const Tensor& tensor, int64_t rows, int64_t columns,
                           const Tensor& like) {
   require(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns, kName, argument,
@@ -97,7 +97,7 @@ GroupedArguments grouped(const Tensor& offsets, const std::optional<Tensor>& ord
           order ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
 }
 
-// Checks `order` against `rows`, if there is one. Returns `rows` as kernels need them: contiguous if there is an order.
+// If there is an order, checks it against `rows`. Returns `rows` as kernels need them: contiguous if there is an order.
 Tensor placed(const Tensor& rows, const std::optional<Tensor>& order) {
   if (!order) return rows;
   require_tensor(kName, "order", *order, ScalarType::Int, {rows.size(0)}, rows);

@@ -1,6 +1,7 @@
-// The Python module pymoe._ops. Importing it registers the operators of this library. Its attributes say how it was
-// built and which vector instructions this CPU's kernels use; torch_multiplies says what a GPU supports. It is written
-// against the limited API, so one file serves every CPython from 3.10 on that has a GIL.
+// The Python module pymoe._ops. Importing it registers the operators of this library. The module's attributes say how
+// the library was built and which vector instructions the kernels use on this CPU; torch_multiplies says what a GPU
+// supports. The module is written against the limited API, so one file serves every CPython from 3.10 on that has a
+// GIL.
 #include <pyconfig.h>
 
 // Free-threaded CPython cannot load extensions of the limited API.

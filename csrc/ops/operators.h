@@ -1,6 +1,6 @@
-// Operators' functions for use by other operators: each checks its arguments, allocates its result and runs its
-// device's twin, as operators do. Functions with an argument `used`, a tensor that is no longer needed and is not one
-// of the other arguments, may put their result in its memory (empty_in).
+// Functions of operators, for use by other operators: each checks its arguments, allocates its result and runs the twin
+// for the device of its tensors, as operators do. Functions with an argument `used`, a tensor that is no longer needed
+// and is not one of the other arguments, may put their result in its memory (empty_in).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,7 @@ namespace pymoe::ops {
 using torch::stable::Tensor;
 
 namespace gate_topk_op {
-// The gate's choice. If `counts` has tiles, `memory` contains the counts, and `load` is not written until
+// The gate's choice. If `counts` has tiles, `memory` contains the counts, and `load` is not written before
 // build_routing_of.
 struct Chosen {
   Tensor weights, experts, load;

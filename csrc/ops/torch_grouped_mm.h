@@ -37,8 +37,9 @@ inline bool aligned(std::initializer_list<int64_t> elements) {
   return true;
 }
 
-// Returns true unless PYMOE_TORCH_GROUPED_MM is 0; throws if it is neither empty nor 0 nor 1. The variable is read only
-// once, so that the choice of kernel does not change while the process runs.
+// Returns true unless the environment variable PYMOE_TORCH_GROUPED_MM is 0; throws if the variable is set to anything
+// except 0, 1 or an empty string. It is read only once, so that the choice of kernel does not change while the process
+// runs.
 inline bool wanted() {
   static const bool answer = [] {
     const char* text = std::getenv("PYMOE_TORCH_GROUPED_MM");
@@ -50,8 +51,8 @@ inline bool wanted() {
   return answer;
 }
 
-// Returns true if the matrix is aligned, its rows do not overlap and its elements are contiguous along rows; with
-// `either`, also if this is true of its columns.
+// Returns true if the matrix is aligned, its rows do not overlap and the elements of a row are contiguous; with
+// `either`, also if this holds with columns in place of rows.
 inline bool takes_matrix(const MatrixView& m, int64_t rows, int64_t columns, bool either = false) {
   const bool by_rows = m.column_stride == 1 && m.row_stride >= columns && aligned({m.row_stride});
   const bool by_columns = m.row_stride == 1 && m.column_stride >= rows && aligned({m.column_stride});

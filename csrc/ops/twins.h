@@ -53,8 +53,8 @@ inline bool on_cuda(const Tensor& tensor) {
 #define PYMOE_BY_TWIN(tensor, of_cuda, of_cpu) (of_cpu)
 #endif
 
-// Returns the current stream of the calling thread, on the tensor's device. It must not be stored, because CUDA graphs
-// and stream contexts change it.
+// Returns the current stream of the calling thread, on the tensor's device. Do not store the stream: CUDA graphs and
+// stream contexts change which one is current.
 inline void* current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   if (aoti_torch_get_current_cuda_stream == nullptr ||

@@ -1,8 +1,8 @@
 // The rule that decides when queued requests become a batch: the options of a pool, and the linger.
 //
 // The linger is the wait for a fuller batch. docs/concepts/batching.md explains why it exists and when it ends: at the
-// latest after the option `linger`, or when no request has arrived for the time that a batch takes times the patience,
-// an adaptive factor.
+// latest after the time in the option `linger`; earlier if all expected requests are queued, or if none has arrived for
+// the duration of a batch times the patience, an adaptive factor.
 #pragma once
 
 #include <algorithm>

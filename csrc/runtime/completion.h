@@ -5,8 +5,8 @@
 // Claiming   Exactly one caller of claim() gets true. Only that caller may run the operation, cancel it or let it
 //            expire, and it must call complete(). So a worker, a waiting thread that helps, a canceller and a deadline
 //            can all try to claim one task, and exactly one of them gets it.
-// Waiting    Every wait returns once the operation has ended, or its time is over. `error` is null if the operation
-//            succeeded, and does not change after the end.
+// Waiting    Every wait returns once the operation has ended, or the time of the wait is over. `error` is null if the
+//            operation succeeded, and does not change after the end.
 // Callbacks run once each, in the order in which they were added, on the thread that completes the operation; if added
 //            after the end, immediately on the thread that adds them. No lock is held while they run, and they must not
 //            throw. A callback that was added with a key can be removed (remove) until the operation ends. A thread

@@ -6,7 +6,7 @@
 // Order      Calls start in the order of their numbers. Among the jobs of the pool, they rank by the time when the run
 //            began: if an older job waits for a worker, a worker takes it first and makes the remaining calls later.
 // Failures   A call that throws does not affect the others. The run ends when every call has ended, so none of its
-//            calls continues after a wait; its error is the error of the first call, by number, that has thrown.
+//            calls continues after a wait; the run's error is the error of the first call, by number, that has thrown.
 // Cancelling cancel drops the calls that have not started; the run's error is then Cancelled, unless a call has thrown.
 //            A pool that is stopped with kCancel cancels its runs; one that is stopped with kDrain makes all calls.
 // Waiting    help_until makes calls on the waiting thread, so a call may wait for calls of its own even if there are

@@ -217,8 +217,8 @@ class RequestQueue {
     queue_.erase(request.place_);  // may be the last reference, so it is dropped after everything else
   }
 
-  // Returns the arrival of the oldest request. Without head starts, this is the first request; otherwise the queue is
-  // searched again whenever the oldest request has left.
+  // Returns the arrival time of the oldest request. Without head starts, that is the first request of the queue; with
+  // head starts, the queue is searched again whenever the oldest request has left.
   Time oldest_arrival() const {
     if (with_head_start_ == 0) return queue_.begin()->second->arrival_;
     if (!oldest_) {

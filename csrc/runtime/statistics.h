@@ -12,7 +12,7 @@
 namespace pymoe::runtime {
 
 // Counts values in buckets whose width grows with the value: one bucket for each value up to 3, then four buckets for
-// every power of two. A quantile taken as the middle of one of the latter is off by at most an eighth.
+// every power of two. A quantile above 3, taken as the middle of a bucket, is off by at most an eighth.
 class Histogram {
  public:
   static constexpr int kBuckets = 252;

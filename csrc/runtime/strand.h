@@ -6,13 +6,14 @@
 //            batch for each time that a worker takes it.
 // Posting    A strand posts itself to the workers when a batch is ready, and for the time at which one will be ready
 //            (timeout, linger). A post is a hint: the worker that takes it checks whether a batch is ready, so an
-//            unnecessary post does no harm. Nothing is posted while a batch runs; the thread that ran it checks after.
+//            unnecessary post does no harm. Nothing is posted while a batch runs; the thread that ran it checks
+//            afterwards.
 // Helping    A waiting thread runs ready batches of the strand itself (help). A worker that waits, from inside a batch,
 //            for a request of another strand keeps running that strand's ready batches until the request is done,
 //            since it may be the only thread that can run them.
 // Results    Requests end after the strand is free again, so that a client's next request finds it free. If the batch
 //            function throws, all requests of the batch end with its exception; with options.isolate, only those that
-//            also fail alone, if the function allows to run parts of the batch again (may_retry).
+//            also fail alone, if the function allows parts of the batch to run again (may_retry).
 // Locks      mutex_ guards the strand and the queues of its pools. Nothing is posted under it: plan() decides,
 //            carry_out() posts.
 #pragma once
@@ -163,8 +164,8 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     std::exception_ptr error;
   };
 
-  // Requests that have ended, and the callbacks of each. Whoever ended them calls the callbacks after it has ended all
-  // requests that it ends, because a callback may wait for any of them.
+  // Requests that a thread has ended, and the callbacks of each. The thread calls the callbacks only once it has ended
+  // all requests that it is going to end, because a callback may wait for any of them.
   struct Ended {
     std::vector<std::shared_ptr<Request<Sync>>> requests;
     std::vector<typename Completion<Sync>::Callbacks> callbacks;

@@ -9,8 +9,8 @@
 //
 // Blocker    A waiting thread's blocker is the thread for which it waits: for a request, the thread that runs a batch
 //            of the request's strand; for a turn, its holder. A thread that itself runs that batch has no blocker.
-// Never      If the blockers of waits without a limit form a cycle, none of them can end: the last one to begin throws,
-//            with the names of the pools. Waits for a turn do not count for this, since they end.
+// Never      If the blockers of waits without a limit form a cycle, none of these waits can end: the last of them to
+//            begin throws, with the names of the pools. Waits for a turn do not count for this, since they end.
 // Turns      Turns are re-entrant. If a turn's holder waits, it lends the turn to the thread for which it waits,
 //            directly or through others, as if that thread ran on the holder's own thread (on a single worker it does).
 //            The last thread to enter leaves first; a holder whose wait ends earlier (end() then returns false) must
@@ -29,8 +29,8 @@
 
 namespace pymoe::runtime {
 
-// A resource that one thread at a time may use, together with the threads for which it waits. The address of a Turn
-// identifies it.
+// A resource that one thread at a time may use, together with the threads for which it waits. The address of the Turn
+// identifies the resource.
 struct Turn {
   char unused = 0;
 };

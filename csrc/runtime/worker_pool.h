@@ -16,8 +16,9 @@
 //           may be called any number of times and from several threads. The destructor stops with kDrain.
 // Errors    post and post_at return false after a stop. A worker that waits for the end of its own pool would wait for
 //           ever, so stop and wait_stopped_until then throw std::logic_error. The constructor throws
-//           std::invalid_argument for fewer than one worker; if the system refuses a thread, it ends the running ones
-//           and rethrows. (If the system refuses a thread for growth, the pool asks again later.)
+//           std::invalid_argument for fewer than one worker; if the system refuses a thread, the constructor ends the
+//           threads that it has started and rethrows. (If the system refuses a thread for growth, the pool asks again
+//           later.)
 // Threads   All functions may be called from any thread, including from jobs (except stop, wait_stopped_until and the
 //           destructor). No thread exists before the constructor or after stop.
 #pragma once

@@ -56,8 +56,9 @@ make_edge: Any = tuple.__new__  # makes a GradientEdge from a tuple, bypassing i
 def keep_nodes(tensors: Sequence[torch.Tensor], nodes: Sequence[Node]) -> Node | None:
     """Return a node, never run, that keeps the nodes of ``tensors`` alive.
 
-    Only nodes of an ``autograd.Function`` need this, because an edge does not keep such a node alive; return None if
-    there are none. Grad mode must be on. A ``view_as`` of each tensor would also work, but takes three times as long.
+    Only nodes of an ``autograd.Function`` need this, because an edge does not keep such a node alive. If ``nodes`` has
+    none of them, return None. Grad mode must be on. A ``view_as`` of each tensor would also work, but takes three times
+    as long.
 
     Args:
         tensors: tensors with a history.
@@ -80,7 +81,7 @@ def once_only(name: str, gradients: Sequence[torch.Tensor | None]) -> tuple[torc
 
 
 def with_failing_node(message: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return aliases of ``tensors`` whose history is one node that raises ``message`` in its backward."""
+    """Return aliases of ``tensors``. Their history is one node, whose backward raises an error with ``message``."""
     made: Any = DelayedError(message, len(tensors))(*tensors)
     return made if len(tensors) > 1 else (made,)
 
@@ -168,7 +169,7 @@ _found = False  # the result of the latest search for compiled classes
 
 def _anything_is_compiled() -> bool:
     global _latest, _found
-    classes = torch.autograd.Function.__subclasses__()  # in the order in which they were made
+    classes = torch.autograd.Function.__subclasses__()  # classes in the order of their creation
     if classes and classes[-1] is not _latest():
         _found = any([cls.__name__ == _FUNCTION for cls in classes])
         _latest = weakref.ref(classes[-1])

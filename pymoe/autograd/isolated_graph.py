@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class _Differentiated(threading.local):
-    """State of a thread: ``entry`` is the first node of the graph that it is differentiating, or None."""
+    """State of a thread: ``entry`` is the entry node of the call that the thread is differentiating, or None."""
 
     entry: Any = None
 
@@ -57,9 +57,9 @@ _everywhere: set[object] = set()  # one token per call that any thread is differ
 
 
 def entry_of_this_thread() -> Any:
-    """Return the first node of the call that this thread is differentiating; None if it is differentiating no call.
+    """Return the entry node (that of the aliases) of the call that this thread is differentiating; None without a call.
 
-    For a call whose graph has no such node, return a placeholder.
+    If the call has no entry node, return a placeholder.
     """
     return _running.entry
 
@@ -67,7 +67,7 @@ def entry_of_this_thread() -> Any:
 def within_call(entry: Any, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
     """Run ``function``, which differentiates a call, without running hooks of leaves, and return its result.
 
-    ``entry`` is the first node of the call's graph, or None if it has none.
+    ``entry`` is the entry node of the call, that is, the node of its aliases; None if the call has none.
     """
     token = object()
     before, _running.entry = _running.entry, entry or _NONE
@@ -143,7 +143,7 @@ class Alias:
 
 
 class IsolatedCall:
-    """A call with its arguments, outputs and graph; :func:`isolate` makes it, and it is run once."""
+    """A call with its arguments, outputs and graph. :func:`isolate` makes such calls; each is run once."""
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         self._function: Callable[..., Any] | None = function
@@ -155,7 +155,9 @@ class IsolatedCall:
         self.outputs: Any = ()  # the function's outputs, always as a tuple
         self.roots: list[GradientEdge] = []  # edges of `fresh` outputs, then of `written` aliases
         self.leaves: list[torch.Tensor] = []
-        self.tied: set[int] = set()  # ids of outputs that share memory with other tensors
+        # Ids of outputs that are views of an alias, of a leaf or of another output, or that share their base with
+        # another returned view.
+        self.tied: set[int] = set()
         self.written: list[Alias] = []  # aliases that the call modified in place, in a way that matters for gradients
 
     def run(self) -> None:
@@ -290,9 +292,10 @@ def isolate(
     Args:
         function: the function to call.
         args_per_call: the arguments of each call.
-        graphs: give each call a graph of its own; otherwise use the arguments unchanged.
-        share: if true, a tensor that is passed to a call twice gets one alias, and leaves get none if no argument of
-            the call has a history. If false, each argument gets its own alias, and so its own gradient.
+        graphs: if true, give each call a graph of its own; if false, use the arguments unchanged.
+        share: if true, a tensor that is passed to a call twice gets one alias, and leaves that require gradients get
+            none if no argument of the call has a history. If false, a tensor gets a separate alias, and so a separate
+            gradient, each time that it is passed.
     """
     calls = [IsolatedCall(function, args) for args in args_per_call]
     if not graphs:
@@ -314,7 +317,7 @@ def isolate(
             if not (required or value.is_floating_point() or value.is_complex()):
                 continue
             if not required and has_tangent(value):
-                continue  # an alias would lack the forward-mode tangent
+                continue  # an alias would lack the tensor's forward-mode tangent
             alias = known[id(value)] = Alias([place], value)
             call.aliases.append(alias)
             if required:
@@ -333,7 +336,7 @@ def isolate(
 
 
 def trace(calls: Sequence[IsolatedCall], hand_through: bool) -> list[list[torch.Tensor]]:
-    """Prepare the backward passes of ``calls``, which must have run with graphs: set their ``roots`` and ``leaves``.
+    """Prepare the backward passes of ``calls``, which must have run with graphs: set ``roots`` and ``leaves`` of each.
 
     Return the result of :meth:`IsolatedCall.find_fresh` for each call: its outputs that have a history.
     """

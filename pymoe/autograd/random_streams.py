@@ -1,8 +1,9 @@
 """A separate random stream for every call, so that its numbers do not depend on the calls that run at the same time.
 
 torch's default generators are shared by the whole process: if calls draw at the same time, each gets numbers that
-depend on the others. Therefore a thread that runs a call (for example of ``map_with_parallel_backward``: a map) gets
-another default generator meanwhile, seeded with one number of the surrounding stream and the index of the call:
+depend on the others. Therefore a thread that runs a call (for example one of ``map_with_parallel_backward``, called a
+map below) has another default generator meanwhile, seeded with one number of the surrounding stream and the call's
+index:
 
 - Every operator that draws and was not given a generator gets the call's generator. This happens below the operators'
   Python functions, so it works for ``nn.Dropout``, ``torch.rand``, an LSTM, scripted code, and everything that torch's
@@ -115,7 +116,7 @@ class RandomSource:
 
 
 class RandomStream:
-    """The random numbers of one call, of its forward pass and then of its backward pass."""
+    """The random numbers of one call, first in its forward pass and then in its backward pass."""
 
     __slots__ = ("_generators", "_position", "_source")
 
@@ -137,7 +138,10 @@ class RandomStream:
 
     @contextmanager
     def as_default(self, device: torch.device) -> Iterator[None]:
-        """Return a context manager in which the default generator of ``device`` has this stream's state."""
+        """Return a context manager in which the default generator of ``device`` has this stream's state.
+
+        At the end, the stream takes over the generator's state, and the generator gets its earlier state back.
+        """
         mine = self.generator(device)
         default = default_generator(device)
         with _defaults_in_use:
@@ -298,7 +302,7 @@ def _first_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
 
 
 def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
-    """Return a kernel that runs ``operator`` with the random stream of the call on the current thread."""
+    """Return a kernel that runs ``operator`` with this thread's random stream, unless it is given a generator."""
     names = [argument.name for argument in operator._schema.arguments]
     position = names.index("generator") if "generator" in names else len(names)
 
@@ -307,7 +311,7 @@ def _drawing_from_streams(operator: Any) -> Callable[..., Any]:
         try:
             given = args[position] if len(args) > position else kwargs.get("generator")
             stream, device = this_thread.stream, _first_device(args, kwargs)
-            # The key is also set on torch's own threads for backward passes on other devices, which run no call.
+            # The key is also set on torch's own threads for backward passes on other devices. They run no call.
             if given is not None or stream is None or device is None or device.type == "meta":
                 return operator(*args, **kwargs)
             if position < len(names):
@@ -328,7 +332,7 @@ def _of_this_thread() -> torch.Generator:
 
 class _Default:
     """Replaces the global ``default_generator`` in the module ``torch.random``, and forwards attributes to the
-    generator of the call that the current thread runs.
+    generator of the call that the current thread runs, or to the process's generator if it runs none.
 
     (With a real generator, all threads would get the same one.) Code outside of ``torch.random`` never gets this
     object, because :class:`_RandomModule` returns a generator in its place.
@@ -356,7 +360,10 @@ class _RandomModule(types.ModuleType):
 
 
 class _CudaDefaults(tuple):
-    """Replaces the tuple ``torch.cuda.default_generators``; indexing returns the generator of this thread's call."""
+    """Replaces the tuple ``torch.cuda.default_generators``.
+
+    On a thread that runs a call, indexing with a number returns the call's generator for that device.
+    """
 
     originals: tuple[torch.Generator, ...]
 
@@ -373,7 +380,7 @@ class _CudaDefaults(tuple):
 
 
 def _forget() -> None:
-    """Replace the locks in the child of a fork, since other threads may have held them; forget those threads' calls."""
+    """Replace the locks in the child of a fork, and forget the calls of threads that do not exist there."""
     global _changing, _defaults_in_use
     _changing, _defaults_in_use = threading.Lock(), threading.Lock()
     _calling.intersection_update({get_ident()})

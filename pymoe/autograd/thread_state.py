@@ -70,7 +70,7 @@ _cuda_is_initialized = torch.cuda.is_initialized
 
 
 class ThreadState(NamedTuple):
-    """The torch settings of a thread. Two states are equal if a call behaves the same in both."""
+    """The torch settings of a thread. A call behaves the same in equal states."""
 
     inference: bool
     grad: bool
@@ -91,7 +91,7 @@ class ThreadState(NamedTuple):
 
 
 def current() -> ThreadState:
-    """Return the state of this thread. :func:`in_state` does this for every call that it runs, so it must be fast."""
+    """Return the state of this thread. This function must be fast, as :func:`in_state` calls it for every call."""
     devices = autocast_devices()
     found = (
         _is_inference_mode(),
@@ -132,11 +132,11 @@ def autocast_level(level: int, clears: bool = True) -> Iterator[None]:
 
     Autocast caches the casts of parameters, in one cache per process. torch clears the cache when the outermost
     autocast block of a thread ends, so that no cast is used after its parameter has changed. Setting only autocast's
-    flags does not enter a block: a cast that is cached then would stay until some other block ends.
+    flags does not enter a block: casts that are cached without a block stay until some other block ends.
 
     Args:
-        level: the number of blocks; 0 for code outside of any block, so that a block that it enters is an outermost
-            one.
+        level: the number of blocks; 0 for code outside of any block: the blocks that this code enters directly are
+            then outermost ones.
         clears: clear the cache at the end; False if another thread stays in the block and will clear it.
     """
     before = _set_autocast_level(level)
@@ -162,8 +162,8 @@ def _set_autocast_level(level: int) -> int:
 def in_state(state: ThreadState, function: Callable[..., Result], *args: Any, clears: bool = True) -> Result:
     """Return ``function(*args)``, run in ``state``; then restore this thread's state, even if the function changed it.
 
-    If the autocast settings of ``state`` differ from this thread's, the function runs in an autocast block of its own,
-    or outside of any block if ``state`` has autocast off; for ``clears`` see :func:`autocast_level`.
+    If ``state`` and this thread's state have autocast on for different devices, the function runs in an autocast block
+    of its own, or outside of any block if ``state`` has autocast off; for ``clears`` see :func:`autocast_level`.
     """
     canaries.thread_states()
     was_known = known.state

@@ -46,7 +46,7 @@ class UsedAnswer(NamedTuple):
 def use_answers(
     choice: Choice, answers: Answers, few_T: Tensor, output_protos: Sequence[BatchTensorProto], device: torch.device
 ) -> tuple[tuple[UsedAnswer, ...], tuple[Tensor, ...], Tensor]:
-    """Assemble the outputs from the ``answers``; in rows that the mask ``few_T`` marks, which have too few, use none.
+    """Assemble the outputs from the ``answers``. Rows with too few answers, which ``few_T`` marks, use none of theirs.
 
     Returns:
         The answers that are used; the outputs, each (S, ...), with zeros for missing answers; and a (T, K) mask of

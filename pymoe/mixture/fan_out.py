@@ -49,8 +49,8 @@ class TooFewAnswersError(RuntimeError):
 
     Attributes:
         rows: the indices of these rows.
-        failures: the reasons for missing answers, by the backend's name. One of them is the ``__cause__``, if there is
-            any.
+        failures: the reasons for missing answers, by the backend's name. If there are any, one of these reasons is the
+            ``__cause__`` of this error.
     """
 
     def __init__(self, name: str, what: str, k_min: int, few: Tensor, failures: Mapping[str, BaseException]) -> None:
@@ -171,7 +171,7 @@ class Pending:
         tell(future, ended)
 
     def run_inline(self, deadline: float | None) -> None:
-        """Run the requests in this thread if it is running a batch, since it may be that no other worker is free.
+        """Run the requests in this thread if this thread is running a batch, as there may be no other free worker.
 
         This is done by waiting for their futures: in such a thread, the wait runs the request itself.
         """
@@ -300,6 +300,6 @@ def outcome_of(ended: Future | BaseException) -> tuple[BaseException | None, tup
         return ended, ()
     try:
         why = ended.exception()
-    except CancelledError as error:  # cancelled by its runtime
-        return error, ()  # not assigned to `why`: its traceback would keep this frame, and so the future
+    except CancelledError as error:  # the runtime has cancelled the request
+        return error, ()  # not assigned to `why`: the error's traceback keeps this frame, and so the future
     return why, () if why is not None else tuple(ended.result())

@@ -171,11 +171,11 @@ class Slots:
         return slot
 
     def add(self, backend: Backend, slot: int | None, prepare: Callable[[int], None] | None = None) -> Member:
-        """Add ``backend`` in ``slot`` (None: in the first free one), after a call of ``prepare(slot)``.
+        """Call ``prepare(slot)``, if given, and then add ``backend`` in ``slot`` (None: in the first free slot).
 
         Return the new member. Raises the errors of :meth:`_free_slot`.
         """
-        with self._lock:  # also held during prepare(): the slot must stay free until the backend is in it
+        with self._lock:  # hold the lock during prepare(), too: the slot must stay free until the backend is in it
             slot = self._free_slot(slot, backend.name)
             if prepare is not None:
                 prepare(slot)

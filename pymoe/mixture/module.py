@@ -304,7 +304,7 @@ class MixtureOfExpertBackends(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Return ``outputs`` with a history whose backward requests gradients from the experts of ``used``.
 
-        Return them unchanged if grad mode is off, or if neither an expert nor an input needs a gradient.
+        Return ``outputs`` unchanged if grad mode is off, or if no backend trains and no input needs a gradient.
         """
         if not (torch.is_grad_enabled() and (trains or any(x.requires_grad for x in inputs))):
             return outputs
@@ -315,7 +315,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _carry_losses(self, weights_TK: Tensor, choice: Choice) -> Tensor:
         if not len(weights_TK):
             return weights_TK
-        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses do not use the gate's experts
+        gate = Gate(weights_TK, choice.routing.slot, choice.load)  # the losses do not read `experts`
         weights_TK, self.router_losses = self.losses(gate, choice.logits_TL)
         return weights_TK
 
@@ -332,7 +332,7 @@ class MixtureOfExpertBackends(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing_keys = args[2]
-        if (key := f"{prefix}_extra_state") in missing_keys:  # a state without slots leaves them unchanged
+        if (key := f"{prefix}_extra_state") in missing_keys:  # a state without slots leaves the present slots unchanged
             missing_keys.remove(key)
 
     def extra_repr(self) -> str:

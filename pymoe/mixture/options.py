@@ -20,7 +20,7 @@ Fallback = Literal["zeros", "input"] | Callable[..., Any]
 
 
 class Rules(NamedTuple):
-    """Arguments of MixtureOfExpertBackends on waiting and failures, under the same names except for ``raises``."""
+    """The arguments of MixtureOfExpertBackends for waiting and failures, with ``raises`` in place of ``on_too_few``."""
 
     k_min: int
     backward_k_min: int
@@ -106,7 +106,7 @@ def fall_back(
     output_protos: Sequence[BatchTensorProto],
     few_T: Tensor,
 ) -> list[Tensor]:
-    """Return ``outputs`` with the rows that the mask ``few_T`` marks replaced by rows of the fallback.
+    """Return ``outputs`` with the rows that the mask ``few_T`` marks replaced with rows of the fallback.
 
     Args:
         fallback: ``"input"`` or a callable, not ``"zeros"``.

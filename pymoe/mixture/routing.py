@@ -22,15 +22,15 @@ from pymoe.ops import build_routing, combine, dispatch, gate_topk
 class SlotGate(nn.Linear):
     """The default gate: a linear layer from a flattened row to one logit per slot.
 
-    It computes in float32 at least, outside of autocast: half precision changes which experts are chosen.
+    It computes in float32 at least, outside of autocast: half precision would change which experts are chosen.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (T, slots) logits of ``x``, (T, ...) with ``in_features`` elements per row."""
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            # Copied, because add_backend writes to a slot's weights in place, possibly between a forward and its
-            # backward pass, which needs the old values.
+            # Copy the weight, because add_backend writes to a slot's weights in place, possibly between a forward and
+            # its backward pass, which needs the old values.
             weight, bias = self.weight.to(dtype, copy=True), self.bias.to(dtype)
             return F.linear(x.to(dtype).reshape(len(x), self.in_features), weight, bias)
 
@@ -68,9 +68,10 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, members: Sequence[Member], k: int) -> Choice:
-    """Choose the best ``k`` of ``members`` for every row, or all if there are fewer.
+    """Choose, for every row, the ``k`` members with the largest logits, or all ``members`` if there are fewer.
 
-    ``logits`` are (T, slots), float32 or float64; ``members`` are in the order of slots, at least one.
+    ``logits`` are (T, slots), float32 or float64; ``members`` are in the order of slots, at least one. A row is not
+    sent to a member whose logit is minus infinity.
     """
     if len(members) == logits.shape[1]:
         logits_TL = logits

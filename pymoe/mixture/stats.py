@@ -51,7 +51,7 @@ class PassStats(NamedTuple):
 
 
 class BackendStats(NamedTuple):
-    """Statistics of one backend in one mixture, since it was added there."""
+    """Statistics of one backend in one mixture, since the backend was added to the mixture."""
 
     name: str
     slot: int

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
     """A ``concurrent.futures.Future`` that runs its function on the waiting thread if no worker has started it.
 
-    So such functions may wait for each other's results even if there are few workers. A thread that waits with a
-    timeout does not run the function, which may take longer than the timeout.
+    So functions in the background may wait for each other's results even if there are few workers. A thread that waits
+    with a timeout does not run the function, which may take longer than the timeout.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -30,7 +30,7 @@ class BackgroundFuture(concurrent.futures.Future, Generic[Result]):
         self._claim = threading.Lock()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the function and return its result, or raise what it raised.
+        """Wait for the function, and return its result or raise its exception.
 
         Args:
             timeout: the maximum number of seconds to wait; None waits without a limit, and runs the function if it has
@@ -75,9 +75,9 @@ def run_in_background(func: Callable[..., Result], /, *args: Any, **kwargs: Any)
     The function runs in the current state of this thread: grad mode, inference mode, autocast, default device, function
     and dispatch modes, saved-tensor hooks, context variables, CUDA device and stream. (Hooks and modes are called on
     the thread that runs the function, possibly at the same time as on other threads.) The function draws random numbers
-    from a separate stream, seeded with the next number of this thread's generator, which advances by this number even
-    if the function draws none. So its random numbers depend on the seed and on how many numbers were drawn before, not
-    on the threads.
+    from a separate stream, seeded with the next number of this thread's generator. That generator advances by one
+    number even if the function draws none. So the function's random numbers depend on the seed and on how many numbers
+    were drawn before, not on the threads.
 
     Returns:
         A ``concurrent.futures.Future``, which ``concurrent.futures.wait`` and ``as_completed`` accept, too.

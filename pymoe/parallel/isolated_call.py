@@ -58,7 +58,7 @@ class IsolatedContext(EmulatedAutogradContext):
         numbers = {id(output): number for number, output in enumerate(fresh)}
         self._arguments = arguments
         self._call = call
-        self._numbers = [numbers.get(id(output)) for output in outputs]  # index of each output's root
+        self._numbers = [numbers.get(id(output)) for output in outputs]  # per output: the index of its root, or None
         self._shapes = [tuple(output.shape) for output in fresh]
         self.leaves: tuple[torch.Tensor, ...] = () if call is None else tuple(call.leaves)
         self.leaf_gradients: tuple[torch.Tensor | None, ...] = (None,) * len(self.leaves)
@@ -106,8 +106,8 @@ def run_isolated_backward(
     """Run the backward pass of a call of :func:`run_isolated_forward` on this thread, without accumulating gradients.
 
     Args:
-        context: the context of the call. The function may precede it, ``run_isolated_backward(func, context,
-            *grad_outputs)``, as in older code.
+        context: the context of the call. As in older code, a function may be passed before the context:
+            ``run_isolated_backward(func, context, *grad_outputs)``.
         grad_outputs: for every output a tensor of its shape, or None; for a container, a container of the same
             structure. Gradients of outputs that require none are ignored.
         retain_graph: keep the graph for another backward pass.

@@ -61,7 +61,7 @@ def map_with_parallel_backward(func: Any, *args_per_call: Sequence[Any]) -> tupl
     Guarantees:
 
     - **Graphs.** Outputs that require gradients have the map as their history: gradients reach arguments, parameters of
-      modules and tensors of closures. Everything that depends on one output waits for the backward passes of all calls.
+      modules and tensors of closures. Autograd goes beyond the map once the backward passes of all calls have ended.
       Gradients are summed in call order, so results do not depend on the number of threads; nothing is accumulated
       before all calls have succeeded. If a call uses a tensor with a history that is not one of its arguments, the
       tensor is differentiated down to its leaves, once per such call, so it is better passed as an argument. (After
@@ -184,8 +184,8 @@ class _MapCalls:
             self.sources[-1] += range(outputs + len(self.written), outputs + len(self.written) + len(written))
             self.written += written
         self.inputs = len(self.tensors)
-        # A node with tensors on another device runs on the engine's thread for that device. The backward passes of the
-        # calls need this thread, too, so they run inline on it, one after the other.
+        # A node with tensors on a device other than the CPU runs on the engine's thread for that device. The backward
+        # passes of the calls need this thread, too, so they run inline on it, one after the other.
         tensors = [*self.tensors, *[output for own in fresh for output in own]]
         self.inline = not all(map(is_on_host, tensors))
 

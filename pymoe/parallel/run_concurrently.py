@@ -21,12 +21,12 @@ from pymoe.autograd.thread_state import ThreadState, current, in_state, known
 from pymoe.parallel.saved_tensors import SavedTensors, hand_over_all
 from pymoe.parallel.workers import end_thread_at_exit, shared_pool
 
-# Calls stay on the calling thread as long as it finishes one within this time: a worker would need as much time to get
-# the interpreter's lock. (Pipes decide for each run, since their actions wait for each other:
+# Calls stay on the calling thread as long as that thread finishes a call within this time: a worker would need as much
+# time to get the interpreter's lock. (Pipes decide for each run, since their actions wait for each other:
 # pymoe.pipe.execution.plan.InlinePolicy.)
 INLINE_LIMIT_S = 100e-6
 # The same limit for trusted functions: those whose calls took at most INLINE_LIMIT_S each, on average, in a recent run
-# without workers. It is longer, because a worker wakes after the limit to check the progress, which costs more than
+# without workers. It is longer, because a worker that wakes after the limit to check the progress costs more time than
 # short calls. If calls of a trusted function turn out to be long, the workers start this much later, in at most two
 # runs: the function stays trusted after its first long run, which may be chance.
 TRUSTED_INLINE_LIMIT_S = 16 * INLINE_LIMIT_S
@@ -135,7 +135,7 @@ class _Run:
     def call(self, number: int) -> None:
         if known.state is not self.state:
             self.helped = True
-            # In the first call on this worker, its state is not known. Later it is, because only calls change it.
+            # The worker's state is not known before its first call. Later it is, because only calls change it.
             if known.state is None:
                 known.state = current()
         state = self.states[number] if self.states else self.state

@@ -83,7 +83,7 @@ class SavedTensors:
         saved = _Saved(tensor)
         if self._handed_over is None:
             self._saved.append(saved)
-        else:  # a thread that outlives the call has saved this: pack it now, as the others are packed already
+        else:  # saved by a thread that outlives the call: the call's other tensors are packed already
             saved.pack(self.around)
         return saved
 
@@ -112,7 +112,7 @@ def hand_over_all(saved: Sequence[SavedTensors]) -> None:
 
     Call it on the caller's thread when all calls have ended.
     """
-    with torch.no_grad():  # as autograd does when it calls hooks
+    with torch.no_grad():  # autograd, too, turns gradients off while it calls hooks
         for of_call in saved:
             of_call.hand_over()
 

@@ -20,7 +20,7 @@ from typing import Any
 from pymoe._runtime import WorkerPool
 from pymoe.autograd.fork import renew_engine
 
-MAX_THREADS = 512  # including waiting threads; each costs some tens of KiB
+MAX_THREADS = 512  # maximum size of the pool, including waiting threads; each costs some tens of KiB
 WAIT_FOR_MAPS_AT_EXIT_S = 1.0  # once the workers have ended, exit waits at most this long for maps of daemon threads
 END_IDLE_THREAD_AFTER_S = 5.0  # a thread that was added because calls waited ends after this time without work
 
@@ -61,13 +61,13 @@ def set_parallel_workers(count: int | None) -> None:
         raise ValueError(f"set_parallel_workers: count must be at least 1, got {count}")
     with _lock:
         if _count != count:
-            _pool = None  # its workers end after the calls that they run
+            _pool = None  # the workers of the old pool end after the calls that they run
         _count = count
 
 
 @contextmanager
 def parallel_workers(count: int | None) -> Iterator[None]:
-    """Return a context manager that sets the number of workers to ``count``, and finally restores the previous one."""
+    """Return a context manager that calls ``set_parallel_workers(count)``, and finally restores the earlier setting."""
     before = _count
     set_parallel_workers(count)
     try:
@@ -140,7 +140,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """Drop the pool and the lock in the child of a fork: other threads, which may have held it, do not exist there."""
+    """Drop the pool and the lock in the child of a fork: the lock may be held by a thread that does not exist there."""
     global _lock, _pool
     _lock = threading.Lock()
     _pool = None

@@ -169,7 +169,7 @@ def profile_times(
     least once, until ``timeout`` has passed.
 
     Args:
-        module: the model; layers may be ``@skippable``, take and return nested structures.
+        module: the model; layers may be ``@skippable``, and may take and return nested structures.
         sample: an input, preferably a micro-batch of the size to train with.
         timeout: how long to measure, in seconds.
         device: where to run; None: on the model's device.
@@ -207,7 +207,7 @@ def profile_sizes(
     random generators are left as they were.
 
     Args:
-        module: the model; layers may be ``@skippable``, take and return nested structures.
+        module: the model; layers may be ``@skippable``, and may take and return nested structures.
         input: a mini-batch of the size to train with.
         chunks: the number of micro-batches.
         device: where to run; None: on the model's device.
@@ -255,7 +255,7 @@ class _Storages:
         return self.bytes - before
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves. Return it detached, as its graph would form a reference cycle."""
+        """Count a tensor that autograd saves. Return it detached, because its graph would form a reference cycle."""
         self.add([tensor])
         return tensor.detach()
 
@@ -318,7 +318,7 @@ def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class _KeptSkips:
-    """Keeps every stashed skip, so that it can be popped repeatedly; the popped value is ``hand_over(value)``."""
+    """Keeps every stashed skip, so that it can be popped repeatedly; each pop returns ``hand_over(value)``."""
 
     def __init__(self, hand_over: Callable[[Any], Any]) -> None:
         self.kept: dict[Key, Any] = {}
@@ -361,7 +361,7 @@ def _copied(
 
 
 def _separate(value: Any) -> Any:
-    """Return ``value`` with copies of its tensors, which have no earlier history and may be written in place."""
+    """Return ``value`` with each tensor copied: the copies have no earlier history and may be written in place."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone(), value)
 
 

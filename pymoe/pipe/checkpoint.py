@@ -1,4 +1,5 @@
-"""Saves checkpoints of pipes that run on any number of processes; loads them into the model or any other split.
+"""Saves checkpoints of pipes that run on any number of processes, and loads them into the model itself or into pipes
+with any other split.
 
 Keys are the model's own, so the checkpoint of a pipe is a checkpoint of the model. With
 ``torch.distributed.checkpoint``::
@@ -57,7 +58,7 @@ def stage_state_dict(pipe: Any, stages: Iterable[int] | None = None) -> dict[str
 
 
 class _Owned:
-    """Tells which entries of a pipe's ``state_dict`` belong to some of its stages."""
+    """Tells which entries of a pipe's ``state_dict`` belong to the given stages."""
 
     def __init__(self, pipe: Any, stages: Iterable[int] | None) -> None:
         parts = pipe.staged.present_parts()
@@ -185,7 +186,7 @@ def _planner(pipe: Any) -> Any:
     class Planner(DefaultLoadPlanner):
         def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
             super().set_up_planner(state_dict, metadata, is_coordinator)
-            elsewhere = pipe.state_dict().keys() - state_dict["model"].keys()  # the keys of other stages
+            elsewhere = pipe.state_dict().keys() - state_dict["model"].keys()  # keys of stages that are not loaded here
             saved = (metadata.planner_data or {}).items()
             model = {key: path[1] for key, path in saved if path[0] == "model" and key not in self.mappings}
             if unknown := sorted(key.removeprefix("model.") for key, name in model.items() if name not in elsewhere):

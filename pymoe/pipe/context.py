@@ -147,7 +147,7 @@ def is_weighted(layer: nn.Module) -> bool:
 
 
 def keeps_counts(layer: nn.Module) -> bool:
-    """Return whether the layer is one of those of pymoe that count, keep statistics or inject a loss in a forward."""
+    """Return whether this is a layer of pymoe that counts, keeps statistics or injects a loss in its forward."""
     return isinstance(layer, (MoE, Router, AuxiliaryLosses))
 
 

@@ -119,12 +119,12 @@ class DeferredBatchNorm(BatchNormBase):
                 dims = [dim for dim in range(input.dim()) if dim != 1]
                 variance, mean = torch.var_mean(input.detach().float(), dims)
         else:
-            # With a momentum of 1, batch_norm() writes this batch's statistics to the "running" ones, at no extra cost.
+            # With a momentum of 1, batch_norm() also writes this batch's statistics to its arguments, at no extra cost.
             mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_mean)
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         return output, _Collected(rows, mean.double(), variance.double() * (rows - 1))
 
-    # torch.compile would compile this anew for every micro-batch, because it treats the index as a constant.
+    # torch.compile would compile this method anew for every micro-batch, because it treats the index as a constant.
     @compiler_disable
     def _collect(self, forward: context.MicroBatch, statistics: _Collected) -> None:
         stage = self.__dict__.setdefault("_unfinished", {}).setdefault(forward.stage, _StageStatistics())

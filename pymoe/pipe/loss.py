@@ -133,7 +133,7 @@ def _with_gradients_of_0(pipeline: Pipeline, own: int, uncounted: frozenset[int]
 
 
 def _stop_gradients(loss: torch.Tensor) -> None:
-    """Make the graph of a loss, which gets a gradient of 0, give gradients of 0.
+    """Make the backward of a loss whose own gradient is 0 give gradients of exactly 0.
 
     Autograd Functions may add gradients of their own, as those of injected losses do (:func:`pymoe.nn.inject_loss`), so
     gradients that have come through them are left as they are.
@@ -146,12 +146,12 @@ def _stop_gradients(loss: torch.Tensor) -> None:
 
 
 def _is_torchs(node: Any) -> bool:
-    """Return whether a node is that of an operator of torch, such as ``DivBackward0``, and not of a Function."""
+    """Return whether a node was made by a torch operator (``DivBackward0``) rather than by an autograd Function."""
     return type(node).__name__[-1].isdigit()
 
 
 def _reached(nodes: Sequence[Any], is_followed: Callable[[Any], bool]) -> set[Any]:
-    """Return these nodes of a graph, and those behind all nodes for which ``is_followed``."""
+    """Return ``nodes`` and all nodes that can be reached from them through nodes for which ``is_followed`` is true."""
     found: set[Any] = set()
     todo = [*nodes]
     while todo:
@@ -266,8 +266,8 @@ def weigh(
 
     Raises:
         TypeError: ``reduction`` returns something that is not a number.
-        ValueError: ``reduction`` returns a negative or infinite number or NaN, or it is "sum" although ``loss_fn``
-            does not sum.
+        ValueError: ``reduction`` returns a negative or infinite number or NaN, or it is "sum" although ``loss_fn``,
+            one of torch's own losses, does not sum.
     """
     count = len(micro_batches.rows)
     weight = None
@@ -315,7 +315,7 @@ def options_of(loss_fn: Callable[..., Any] | None) -> dict[str, Any] | None:
     if not isinstance(function, FunctionType) or not _has_reduction(function):
         return None
     if given.get("size_average") is False and given.get("reduce") is not False:
-        given["reduction"] = "sum"  # the old spelling of torch
+        given["reduction"] = "sum"  # torch's deprecated way to ask for a sum
     return given
 
 
@@ -350,8 +350,9 @@ def _divides_by(loss_fn: Any, options: Mapping[str, Any]) -> Callable[[Any], Any
 
 
 def _counted(weight: torch.Tensor | None, ignore_index: int, target: Any) -> Any:
-    """Return the sum of the weights of the targets that are not ``ignore_index``; the number of rows if the targets are
-    not integers or have no data.
+    """Return the total weight of the targets that are not ``ignore_index`` (without ``weight``, their number).
+
+    If the targets are not integers, or have no data, return the number of rows.
     """
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or has_no_value(target):
         return len(target)  # for example, targets are probabilities, which are never ignored

@@ -172,7 +172,7 @@ def _is_factor(node: Node, labels: Mapping[Node, Label]) -> bool:
 
 
 def _is_of_parameters(node: Node) -> bool:
-    """Return whether a value is known to depend only on parameters and numbers."""
+    """Return whether a value is known to depend only on parameters and plain numbers."""
     todo = [node]
     for _ in range(MAX_PARAMETER_NODES):
         if not todo:
@@ -265,7 +265,7 @@ class _Number(NamedTuple):
 
 
 def _numbers(reading: LossReading) -> list[_Number]:
-    """Return the numbers by which the parts of a loss are divided in total, each once, in ascending order."""
+    """Return, for every part of a loss, the product of its divisors: each different number once, in ascending order."""
     found: set[_Number] = set()
     for divisors in reading.divisors:
         product, exact = 1.0, 1e-12

@@ -76,7 +76,7 @@ class Label(NamedTuple):
 
 CONSTANT, TOTAL, UNKNOWN = Label(ValueKind.CONSTANT), Label(ValueKind.TOTAL), Label(ValueKind.UNKNOWN)
 SUMMED = TOTAL._replace(is_sum=True)
-_EACH_ITS_OWN = object()  # identifies results that each contain different rows
+_EACH_ITS_OWN = object()  # replaced by a selection that equals no other
 
 
 @dataclass
@@ -138,7 +138,7 @@ def kind_of(node: Node) -> str | None:
 @cache
 def _kind(name: str) -> str | None:
     kind, found, number = name.partition("Backward")
-    return kind if found and number.isdigit() else None  # nodes of Python classes have no sequence number
+    return kind if found and number.isdigit() else None  # the names of Python nodes do not end in a number
 
 
 def shape_of(node: Node, number: int = 0) -> tuple[int, ...]:
@@ -261,12 +261,12 @@ def _label(node: Node, rows: Rows) -> Label:
 
 
 def of_whole(kind: str) -> str:
-    """Return a phrase for error messages about a loss that reduces a whole micro-batch to one number by ``kind``."""
+    """Return a phrase for error messages about a loss that reduces a whole micro-batch to one number with ``kind``."""
     return f"takes the {kind} of a whole micro-batch"
 
 
 def of_total(kind: str) -> str:
-    """Return a phrase for error messages about a loss that applies ``kind``, not linear, to a mean or sum."""
+    """Return a phrase for error messages about a loss that applies the nonlinear ``kind`` to a mean or sum."""
     if kind in ("Mul", "Div"):
         return f"is the {'product' if kind == 'Mul' else 'quotient'} of means or sums over a micro-batch"
     return f"is the {kind} of a mean or sum over a micro-batch"
@@ -280,7 +280,7 @@ def _of_totals(kind: str, reduction: int | None, operands: list[_Operand], input
     """Return how a node's result depends on the rows if one of its operands is a total over rows."""
     is_sum = any([one.label.is_sum for one in inputs])
     if kind in ("Mul", "Div", *_CONTRACTIONS):
-        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # without the plain numbers
+        factors = [one for one in operands[-2:] if one is not _CONSTANT]  # operands that are not constants
         is_proportional = len(factors) == 1 and (kind != "Div" or operands[0] is factors[0])
         is_sum = is_sum and kind != "Div"
     else:
@@ -415,7 +415,7 @@ def _moved(node: Node, kind: str, given: _Operand, shape: tuple[int, ...], rows:
 
 
 def _saved(node: Node, name: str) -> Any:
-    """Return the value that the node saved under that name, or None."""
+    """Return the value that the node saved as ``name``; None if there is no such value."""
     value = getattr(node, f"_saved_{name}", None)
     return _signed(value) if isinstance(value, int) else value
 
@@ -483,5 +483,6 @@ def _indexed(node: Node, given: _Operand, shape: tuple[int, ...]) -> Label:
     masks = [index.dtype in (torch.bool, torch.uint8) for _, _, index in places]
     if not all(masks) and any(index.dim() > 1 for _, _, index in places):
         return UNKNOWN
-    is_order = masks == [False] and len(places) == 1  # with several, as in x[arange(n), targets], assume all rows
+    # For several indices, as in x[arange(n), targets], assume that they select all rows in order.
+    is_order = masks == [False] and len(places) == 1
     return label._replace(dim=first - len(shape), part=("index",) if is_order else label.part)

@@ -346,7 +346,7 @@ class Pipe(nn.Module):
             self._has_stepped = True
             warn_of_no_gain(planned, count < chunks, staged.module if staged.hooks_are_pipes else None)
         unflatten = staged.minimised if loss_fn is None else staged.unflatten_outputs
-        pipeline = staged.pipeline  # first, because it may capture the model anew and so change staged.loss
+        pipeline = staged.pipeline  # read first: this may capture the model anew, and so change staged.loss
         objective = Objective(loss_fn, has_target, unflatten, staged.loss or 0)
         return self._engine.step(pipeline, micro_batches, planned, self._recomputed(count), objective, weights)
 
@@ -628,8 +628,8 @@ def warn_of_micro_batches(model: nn.Module) -> None:
     results for a row depend on the other rows of its micro-batch.
     """
     for name, layer in model.named_modules():
-        # Do not warn of a DeferredBatchNorm, which the user has chosen, nor of a batch norm in evaluation mode that has
-        # running statistics: it does not use those of the micro-batch.
+        # Do not warn of a DeferredBatchNorm, which the user has chosen, or of a batch norm that normalises by running
+        # statistics, as in evaluation mode.
         is_plain = isinstance(layer, BatchNormBase) and not isinstance(layer, DeferredBatchNorm)
         if is_plain and (layer.training or layer.running_mean is None):
             does = "normalises each micro-batch by itself"

@@ -36,7 +36,7 @@ def value_in_cell(cell: Any, missing: Any = MISSING) -> Any:
 def held_by(function: FunctionType) -> list[Any]:
     """Return the values in a function's closure, and the defaults of its arguments."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # a cell that super() uses
+    held = [value_in_cell(cell) for name, cell in cells if name != "__class__"]  # the cell that super() uses
     return [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
@@ -62,7 +62,10 @@ class ForeignGenerator(NamedTuple):
 
 
 def foreign_generator(value: Any) -> ForeignGenerator | None:
-    """Return a :class:`ForeignGenerator` for a generator of Python or numpy; None for others and ``SystemRandom``."""
+    """Return a :class:`ForeignGenerator` for a random generator of Python or numpy; None for any other value.
+
+    ``SystemRandom`` has no state, so None is returned for it, too.
+    """
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else ForeignGenerator(value.getstate, value.setstate)
     numpy_random = sys.modules.get("numpy.random")
@@ -79,8 +82,8 @@ def foreign_generator(value: Any) -> ForeignGenerator | None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a Python module, given by name, is part of Python, torch, numpy or pymoe, whose code is assumed
-    not to change.
+    """Return whether a Python module, given by name, is part of Python, torch, numpy or pymoe. Code of such modules is
+    assumed not to change.
     """
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "numpy", "pymoe")

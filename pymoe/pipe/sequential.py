@@ -112,7 +112,7 @@ class OwnStages(LayersAsStages):
 
     def _make_pipeline(self) -> Pipeline:
         self.devices = place(self.parts, self._places)
-        # For each stage: the items that are taken of its result, and the index of the output for each.
+        # For each stage: the items of its result that are used, each with its index among the stage's outputs.
         items: list[dict[int | None, int]] = [{} for _ in self.parts]
 
         def source(taken: Taken, taker: int) -> Source:

@@ -96,7 +96,7 @@ class SkipTracker(Protocol):
         """Keep ``value``, which may be None, for all pops of ``key``."""
 
     def load(self, key: Key) -> Any:
-        """Return the saved value. Raise KeyError if nothing was saved, or it was released."""
+        """Return the value saved under ``key``. Raise KeyError if there is none, or if it was released."""
 
 
 _lock = threading.Lock()
@@ -228,7 +228,7 @@ class Skippable(nn.Module):
     poppable_names: frozenset[str] = frozenset()
     _namespaces: dict[str, Namespace]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # copies are made without a call of __init__
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # because copies are made without calling __init__
         self = super().__new__(cls)
         object.__setattr__(self, "_namespaces", {})
         with _lock:
@@ -240,8 +240,8 @@ class Skippable(nn.Module):
         return f"@skippable({super().__repr__()})"
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attributes that torchgpipe and torch define and pymoe does not. Properties or methods with these
-        names would hide attributes of the decorated class.
+        """Return an attribute that torchgpipe and torch define and pymoe does not. A property or method with its name
+        would hide an attribute of the decorated class.
         """
         try:
             return super().__getattr__(name)
@@ -315,8 +315,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         TypeError: a string was given instead of a list of strings, or what is decorated is not a class of modules.
         ValueError: a name is in both lists.
-        RuntimeError: in a forward pass, for a name that was not declared or not stashed before, or was used twice. The
-            ``yield`` raises, so a forward may catch the error and continue. After it, for a declared name not used.
+        RuntimeError: in a forward pass, at the ``yield``, if a name was not declared, was not stashed before, or is
+            used twice; the forward may catch this error and continue. At the end of the forward, if a declared name was
+            not used.
         TypeError: in a forward pass, at the ``yield``, if something other than ``stash`` and ``pop`` was yielded. In
             the constructor of a subclass that overrides ``forward`` and is not decorated.
 

@@ -222,7 +222,7 @@ def _add_connected(
                 stack.append(other)
 
 
-# Nodes that compute gradients of weights later, in part two.
+# Which nodes can leave gradients of weights to part two.
 
 _MATRICES = "Addmm Mm Addbmm Baddbmm Bmm Addmv Mv Addr Dot Linear MkldnnLinear GroupedMm Trilinear"
 _LAYERS = "Convolution ConvolutionOverrideable NativeLayerNorm NativeGroupNorm NativeBatchNorm FusedRmsNorm"
@@ -288,7 +288,7 @@ class _WithinBackward(torch.autograd.Function):
 
 
 class DeferredGradients:
-    """Records the gradients that reach nodes with deferred edges; :meth:`gradients` computes the edges' own later."""
+    """Records the gradients reaching nodes with deferred edges; :meth:`gradients` then computes those of the edges."""
 
     def __init__(self, deferred: Mapping[Node, tuple[int, ...]]) -> None:
         self._edges = deferred
@@ -321,7 +321,7 @@ class DeferredGradients:
         """Run the nodes again, for the deferred gradients only. Return the deferred edges and their gradients.
 
         torch's nodes ask the running backward pass which of their edges are needed. So this method starts a pass that
-        needs the weight sides, runs the nodes by hand within it, and then ends the pass.
+        needs the deferred edges, calls the nodes directly within that pass, and then ends the pass.
         """
         found: list[tuple[GradientEdge, Tensor]] = []
         devices: dict[torch.device, list[Node]] = {}
@@ -347,9 +347,9 @@ class DeferredGradients:
             others = [end for end in ends if not _is_leaf(end)]
             with torch.enable_grad():
                 anchor = torch.empty(0, device=device, requires_grad=True)
-                # Autograd runs the latest node first, so it begins with this one; the leaves follow as its inputs. The
-                # gradients passed for the other nodes only make these nodes part of the pass, which ends before they
-                # run.
+                # Autograd runs the most recently made node first, so the pass begins with this node, whose inputs
+                # include the leaves. The gradients passed for the other nodes only make them part of the pass, which
+                # ends before they run.
                 start = apply_directly(_WithinBackward, work, anchor, *leaves)
             grads = (torch.empty_like(start), *[_blank(end) for end in others])
             roots, inputs = (GradientEdge(start.grad_fn, 0), *others), (anchor, *ends)

@@ -67,7 +67,7 @@ class Pipeline:
 
     @cached_property
     def made(self) -> tuple[tuple[Source, ...], ...]:
-        """Return a :class:`Source` for every output, by stage."""
+        """Return, for every stage, a :class:`Source` for each of its outputs."""
         return tuple(
             tuple(Source(number, output) for output in range(stage.outputs)) for number, stage in enumerate(self.stages)
         )
@@ -136,7 +136,7 @@ class StagedModel(ABC):
     def stages_of(
         self, functions: Iterable[Function], inputs: Iterable[tuple[Source, ...]], outputs: Iterable[int]
     ) -> tuple[Stage, ...]:
-        """Return one stage per part, which runs the part's function and weights the auxiliary losses in the part."""
+        """Return a stage for every part. It runs the part's function, and weights the auxiliary losses in the part."""
         weighted = [with_auxiliary_losses(function, part) for function, part in zip(functions, self.parts, strict=True)]
         devices = self.devices or (None,) * len(self.parts)
         return tuple(
@@ -420,7 +420,7 @@ def join(values: Sequence[Any]) -> Any:
     Raises:
         ValueError: outputs differ in structure, or contain values that cannot be joined: scalar tensors, and other
             values that differ.
-        RuntimeError: tensors differ in another dimension than 0.
+        RuntimeError: tensors differ in the size of a dimension other than 0.
     """
     if len(values) == 1:
         return values[0]
@@ -557,7 +557,7 @@ def _words(source: Source, taker: int) -> str:
 
 
 class ByStage(dict[int, str]):
-    """Maps numbers of stages to items, and also accepts PiPPy's names as keys: ``"submod_0"`` is the key 0."""
+    """Maps stage indices to items, and also accepts PiPPy's names as keys: ``"submod_0"`` is the key 0."""
 
     def __missing__(self, key: Any) -> str:
         number = key.removeprefix("submod_") if isinstance(key, str) else ""

@@ -2,9 +2,9 @@
 
 Beginning and ending a gRPC call costs more than carrying a short request: headers, a deadline, a handler and a status
 are made anew in both processes. So a channel keeps streams open and reuses them: a stream carries one request after the
-other, and is closed after :data:`IDLE_S` seconds without one. Its messages contain what the headers and the status of a
-call would: the deadline, and the reason if there is no answer. To give up a request, the client cancels its stream, as
-it would cancel a call.
+other, and is closed after :data:`IDLE_S` seconds without one. The messages on a stream contain what the headers and the
+status of a call would contain: the deadline, and the reason if there is no answer. To give up a request, the client
+cancels the stream, as it would cancel a call.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pymoe.runtime.timers import TimerHandle, call_later
 MAX_DEADLINE_S = 1e8
 """Longest time to a deadline that gRPC can represent."""
 CHECK_AGAIN_S = 5.0
-"""Seconds until the next check of a server that answers, but refuses the check or to be watched."""
+"""Seconds until the next check of a server that answers, but refuses the check or the watch."""
 CHECK_DRAINING_S = 0.2
 """Seconds until the next check of a server that drains: it ends soon, and another may take its place."""
 REFUSED_S = 5.0
-"""Seconds without attempts to open a stream after the server refused one. Requests that find no idle stream are then
-separate calls."""
+"""Seconds for which no stream is opened after the server refused one. Meanwhile, requests that find no idle stream are
+sent as separate calls."""
 IDLE_S = 60.0
 """Seconds for which a stream without a request stays open."""
 NO_ANSWER_IN_PLAIN = ("Socket closed", "Connection reset", "before receiving SETTINGS frame")
@@ -47,7 +47,7 @@ OPTIONS = (
     ("grpc.max_receive_message_length", wire.MAX_BYTES),
     ("grpc.max_send_message_length", wire.MAX_BYTES),
     ("grpc.enable_retries", 0),  # gRPC would repeat requests regardless of their keys
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # no decompression of replies
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # do not accept compressed replies
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -61,7 +61,7 @@ _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 class Channel:
     """A gRPC channel, and the state that all requests over it share. Thread-safe.
 
-    The arguments, and the errors that they raise, are those of :func:`pymoe.remote.connect`.
+    The arguments, and the errors for invalid arguments, are those of :func:`pymoe.remote.connect`.
 
     Attributes:
         address: the server's address.
@@ -134,7 +134,7 @@ class Channel:
         self._start(self._health, self._health_known, wait_for_ready=not self.reachable)
 
     def _start(self, method: Any, ended: Callable[[Any], None], **options: Any) -> None:
-        with suppress(ValueError):  # the channel was closed
+        with suppress(ValueError):  # raised if the channel was closed
             method.future(b"", metadata=self.metadata, **options).add_done_callback(ended)
 
     def _health_known(self, health: Any) -> None:
@@ -204,8 +204,10 @@ class Channel:
     def drain(self, timeout: float | None = None) -> wire.Info:
         """Make the server refuse further requests, answer current ones, save, and stop; return once it has saved.
 
+        ``timeout`` is as for :meth:`info`.
+
         Raises:
-            RuntimeError: experts were not saved; the message names them. Or see :meth:`info`.
+            RuntimeError: experts were not saved, and the message names them; or this process was forked.
             ServerLost, PermissionError, ProtocolError, TimeoutError: see :meth:`info`.
         """
         found = self._ask("Drain", timeout)
@@ -261,7 +263,7 @@ class Ended(grpc.RpcError):
         return self._details
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the name of the server's exception as the metadata of a failed call contain it; () if unknown."""
+        """Return the metadata with the name of the server's exception; () if the name is unknown."""
         return ((KIND_KEY, self._kind),) if self._kind else ()
 
 
@@ -286,7 +288,7 @@ class RequestStream:
         self.timer = TimerHandle(self._time_is_over)
         self._messages: SimpleQueue[tuple[bytes, Sequence[memoryview]] | None] = SimpleQueue()
         self._call = method(self._pieces(), metadata=metadata)
-        # End _pieces(): gRPC's thread that iterates over it would wait for the next message forever.
+        # Make _pieces() end: otherwise, gRPC's thread that iterates over it would wait forever for the next message.
         self._call.add_done_callback(lambda _: self._messages.put(None))
         self.open: Callable[[], bool] = self._call.running
 
@@ -299,10 +301,11 @@ class RequestStream:
                 yield from wire.frames(tail)
 
     def ask(self, head: bytes, tail: Sequence[memoryview]) -> tuple[wire.Reply, wire.Tail | None]:
-        """Send a request, wait, and return the reply with the frames that followed it.
+        """Send the message ``head`` and the frames of ``tail``, wait, and return the reply and its frames, or None if
+        it has no frames.
 
         Raises:
-            Ended: the server has replied with the reason why there is no answer, or has ended the stream. After a
+            Ended: the server has replied with the reason why there is no answer, or has ended the stream. After such a
                 reply the stream stays open, unless the request has frames, which the server may not have read.
             NoStream: the server refuses to open this stream.
             grpc.RpcError: the stream has ended.
@@ -332,7 +335,7 @@ class RequestStream:
         self._call.cancel()
 
     def cancel(self) -> None:
-        """End the stream and its request, which the server removes from its queue."""
+        """End the stream. The server removes the stream's request from its queue."""
         self.timer.cancel()
         self._call.cancel()
 
@@ -382,7 +385,7 @@ class Streams:
         return answer
 
     def _take(self, seconds: float, metadata: Any) -> RequestStream:
-        """Return an idle or a new stream, whose timer is set to cancel it after ``seconds``."""
+        """Return an idle stream or a new one, with its timer set to cancel the stream after ``seconds``."""
         stream: RequestStream | None = None
         try:
             while self._idle:
@@ -399,13 +402,13 @@ class Streams:
             stream = RequestStream(self._method, metadata)
             stream.timer.reset(seconds)
             return stream
-        except RuntimeError:  # no thread can be started for the timer
+        except RuntimeError:  # raised if no thread can be started for the timer
             if stream is not None:
                 stream.cancel()
             raise
 
     def _put_back(self, stream: RequestStream) -> None:
-        with suppress(RuntimeError), self._lock:  # no thread can be started for the timer
+        with suppress(RuntimeError), self._lock:  # raised if no thread can be started for the timer
             if stream.open() and stream.timer.reset(IDLE_S):
                 self._idle.append(stream)
                 return

@@ -46,7 +46,7 @@ FORMAT = 2
 """Format of new files. Files of format 1, whose JSON is in the metadata of safetensors, are read as well."""
 KEPT = 2
 CONTENT = "content"
-"""Name of the tensor whose bytes are the JSON. Metadata are limited to 100 MB, and the keys may be longer."""
+"""Name of the tensor whose bytes are the JSON. As metadata, safetensors would allow only 100 MB of JSON."""
 MAX_FOLDER_NAME = 200
 """Maximum length of an expert's quoted name in the name of a folder. Longer names are shortened, because file systems
 accept no more than 255 characters.
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass
 class Checkpoint:
-    """The state of an expert between two updates, and the keys of the requests whose updates it includes."""
+    """The state of an expert between two updates, and the keys of the requests whose updates the state includes."""
 
     state: Mapping[str, Any]
     """The result of the backend's ``state_dict()``."""
@@ -70,10 +70,10 @@ class Checkpoint:
 
     @cached_property
     def encoded(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state as a tree for JSON, which has a name in place of each tensor, and copies of the tensors by
-        name.
+        """Return the state and its modules' versions in a form for JSON, with a name in place of each tensor; and
+        copies of the tensors, by name.
 
-        Raises TypeError as :func:`write_checkpoint` does.
+        Raise TypeError as :func:`write_checkpoint` does.
         """
         tensors: dict[str, Tensor] = {}
 
@@ -87,7 +87,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> int:
-        """Return a hash of the state. Raises TypeError as :func:`write_checkpoint` does."""
+        """Return a checksum of the state; raise TypeError as :func:`write_checkpoint` does."""
         content, tensors = self.encoded
         return zlib.crc32(_json(content), _crc(tensors))
 
@@ -104,9 +104,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint and return its path. Delete all but the newest :data:`KEPT` checkpoints in the folder.
 
     Raises:
-        OSError: the disk is full, or the folder is not writable; the earlier checkpoints are unchanged.
+        OSError: for example, the disk is full, or the folder is not writable. The earlier checkpoints are unchanged.
         TypeError: the state contains something that is neither a dense tensor nor representable in JSON, or a tensor of
-            a dtype that safetensors does not have; the message says where.
+            a dtype that safetensors does not have.
     """
     temporary = _written(folder, checkpoint)
     try:
@@ -122,12 +122,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def try_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Test whether :func:`write_checkpoint` would succeed, without changing checkpoints; if not, raise its error."""
+    """Raise the error that :func:`write_checkpoint` would raise, if any. No checkpoint is changed."""
     _written(folder, checkpoint).unlink()
 
 
 def _written(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint under a temporary name, and return its path."""
+    """Write a checkpoint to a file with a temporary name, read it back to compare it, and return the file's path."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -162,7 +162,7 @@ def _written(folder: Path, checkpoint: Checkpoint) -> Path:
 def _json(content: dict[str, Any]) -> bytes:
     try:
         return json.dumps(content).encode()
-    except ValueError as error:  # an int with more digits than Python converts
+    except ValueError as error:  # an int has more digits than Python converts to text
         raise _not_json(error) from None
 
 
@@ -171,7 +171,7 @@ def _not_json(error: ValueError) -> TypeError:
 
 
 def _dense(leaf: Any, where: str) -> Tensor:
-    """Return a copy of the tensor ``leaf`` that safetensors can write; raise TypeError if there is none."""
+    """Return a copy of the tensor ``leaf`` that safetensors can write; raise TypeError if that is impossible."""
     from safetensors.torch import save
 
     if not isinstance(leaf, Tensor):
@@ -183,7 +183,7 @@ def _dense(leaf: Any, where: str) -> Tensor:
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, {kind}, on {leaf.device}: expected a dense one")
     try:
         dense = leaf.detach().to("cpu").clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        save({"": dense.flatten()[:0]})  # raises here, where `where` is known, if safetensors lacks the dtype
+        save({"": dense.flatten()[:0]})  # raise here, where `where` is known, if safetensors lacks the dtype
     except Exception as error:
         reason = describe_error(error).partition("\n")[0]
         raise TypeError(f"{where} holds a tensor of {leaf.dtype}, which cannot be written ({reason})") from None
@@ -205,7 +205,7 @@ def _compare(path: Path, tensors: dict[str, Tensor]) -> None:
 def read_newest(folder: Path) -> Checkpoint | None:
     """Delete unfinished files, and return the newest undamaged checkpoint; return None if there are no checkpoints.
 
-    Damaged checkpoints that are passed over are logged.
+    Newer checkpoints that are damaged are logged and skipped.
 
     Raises:
         ValueError: there are checkpoints, and all are damaged.
@@ -228,8 +228,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a file.
 
     Raises:
-        ValueError: it is damaged, or has another format.
-        Exception: any exception of safetensors or the system that a damaged file causes.
+        ValueError: the checkpoint is damaged, or has another format.
+        Exception: any exception that safetensors or the system raises for a damaged file.
     """
     from safetensors import safe_open
 
@@ -253,7 +253,7 @@ def _checkpoint_of(content: dict[str, Any], tensors: dict[str, Tensor]) -> Check
     state: Any = OrderedDict(from_tree(content["state"], lambda name: tensors[name]))
     versions = from_tree(content.get("versions"), lambda name: tensors[name])
     if versions is not None:
-        state._metadata = versions  # without a version, modules take the state for an old one and convert it
+        state._metadata = versions  # without versions, modules would take the state for an old one and convert it
     keys = {
         str(client): (int(low), [int(one) for one in applied]) for client, (low, applied) in content["keys"].items()
     }
@@ -296,7 +296,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_loadable(backend: ExpertBackend) -> None:
-    """Raise TypeError if a part of the backend's state could not be saved, or could be saved but not loaded again."""
+    """Raise TypeError if the scheduler cannot be saved, or if a tensor of the state could not be loaded again."""
     scheduler = backend.scheduler
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise TypeError(
@@ -318,12 +318,12 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
 
     torch's optimizers cast the state of each parameter to the parameter's dtype: masks and counters to float, complex
     numbers to real ones, and float32 moments of bfloat16 parameters to fewer bits. This function undoes these casts,
-    unless the expert has other dtypes than the saved expert, or its optimizer overrides ``load_state_dict`` or
-    ``state_dict``.
+    unless the expert has other dtypes than the saved expert, or the backend's optimizer overrides ``load_state_dict``
+    or ``state_dict``.
 
     Raises:
-        ValueError: the state was saved with another kind of optimizer; the first update would fail. The backend has the
-            loaded state all the same.
+        ValueError: the state was saved with another kind of optimizer, without some options of the backend's, so the
+            first update would fail. The state has been loaded all the same.
         RuntimeError: the state does not match the expert's modules.
     """
     opt, saved = backend.opt, state["_extra_state"].get("opt")
@@ -339,7 +339,7 @@ def load_exactly(backend: ExpertBackend, state: Mapping[str, Any]) -> None:
         return
     if (type(opt).load_state_dict, type(opt).state_dict) != (Optimizer.load_state_dict, Optimizer.state_dict):
         return  # overridden methods may not cast, or may keep the state elsewhere
-    for number, loaded in opt.state_dict()["state"].items():  # the optimizer's own dicts, not copies
+    for number, loaded in opt.state_dict()["state"].items():  # the values are the optimizer's own dicts, not copies
         for key, value in saved["state"].get(number, {}).items():
             loaded[key] = _as_saved(value, loaded.get(key))
 
@@ -400,14 +400,14 @@ class FolderLock:
 
 def _unlock(descriptor: int) -> None:
     try:
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # close() would not unlock while a forked child has it open
+        with suppress(OSError):  # raised by file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # close() does not unlock while a forked child has the folder open
     finally:
         os.close(descriptor)
 
 
 def _leave_to_parent() -> None:
-    """Close the descriptors that a forked child inherits: they would keep the folders locked after the parent's end."""
+    """In a forked child, close the inherited descriptors: they would keep the folders locked after the parent's end."""
     for one in list(_held):
         if one._release.detach() is not None:
             os.close(one._descriptor)
@@ -427,7 +427,7 @@ class ExpertCheckpoints:
         root: the folder of the server's checkpoints.
 
     Attributes:
-        answered: number of requests so far, counted because a forward pass may change buffers without an update.
+        answered: number of requests that have ended so far. Forward requests count, too: they may change buffers.
         cannot_save: the error that says why the state cannot be saved, from the last attempt; None if it can.
     """
 
@@ -436,29 +436,29 @@ class ExpertCheckpoints:
         self._folder = folder_of(root, backend.name)
         self.answered = 0
         self.cannot_save: Exception | None = None
-        self._lock: FolderLock | None = None  # kept from load() until the server has saved for the last time
+        self._lock: FolderLock | None = None  # locked from load() or a save until release()
         self._saved_updates: int | None = None
         self._saved_digest: int | None = None
         self._answered_at_save = 0
         self._first_update: asyncio.Task[None] | None = None
         # The second lock is needed because a write continues when its save() is cancelled: the next save() must not
-        # write a newer state before it has ended.
+        # write a newer state before that write has ended.
         self._saving, self._writing = asyncio.Lock(), asyncio.Lock()
         self._writes: set[asyncio.Future[None]] = set()  # asyncio itself keeps only weak references to tasks
 
     @property
     def saving(self) -> bool:
-        """True while a checkpoint is being made or written, even if this hangs."""
+        """True while the state is being tested, read or written, even if that hangs."""
         return self._saving.locked() or self._writing.locked()
 
     @property
     def outdated(self) -> bool:
-        """True if no checkpoint contains the latest update. :meth:`save` detects other changes, too."""
+        """True if there is no checkpoint or the newest one lacks an update. :meth:`save` detects other changes, too."""
         return self._saved_updates != self._backend.updates
 
     @property
     def may_be_outdated(self) -> bool:
-        """True if there has been an update since the last checkpoint, or a request that may have changed buffers."""
+        """True if :attr:`outdated` is true, or a request since the last save may have changed buffers."""
         changes = self.answered != self._answered_at_save and any(True for _ in self._backend.buffers())
         return self.outdated or changes
 
@@ -471,7 +471,8 @@ class ExpertCheckpoints:
 
         Raises:
             OSError: the checkpoint cannot be written.
-            TypeError: the expert's state cannot be saved. The server refuses to train the expert until it can be.
+            TypeError: the expert's state cannot be saved. Until a later save succeeds, the server does not train the
+                expert.
         """
         async with self._saving:
             try:
@@ -545,7 +546,7 @@ class ExpertCheckpoints:
             ValueError: all checkpoints are damaged; or the newest one was saved with another kind of optimizer, or
                 after fewer updates than the expert has made.
             TypeError: the expert's state cannot be saved.
-            OSError: checkpoints cannot be written to the folder, or another server uses it.
+            OSError: checkpoints cannot be written to the folder, or another server uses the folder.
         """
         try:
             self._claim()
@@ -590,16 +591,16 @@ class ExpertCheckpoints:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Return ``function(*arguments)``, called on a new thread.
+    """Call ``function(*arguments)`` on a new daemon thread, and return the result.
 
-    A function that never returns delays no other call (it would in an executor with few threads), and does not prevent
-    the process from ending.
+    A function that never returns neither delays other calls, as in an executor with few threads, nor prevents the
+    process from ending.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def complete(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():  # it is done already if the caller was cancelled
+        if not done.done():  # the future is done already if the caller was cancelled
             set_outcome(outcome)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Command-line interface of servers of experts.
+"""Command-line interface for servers of experts.
 
 - ``python -m pymoe.remote serve MODULE:FUNCTION`` serves the experts that a function returns, until SIGTERM, Ctrl-C
   or ``drain``;
@@ -94,7 +94,7 @@ def _add_security(parser: argparse.ArgumentParser, authorities: str) -> None:
 
 
 def security_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments ``tls`` and ``token`` for a command's options.
+    """Return the arguments ``tls`` and ``token`` of a server or connection, from a command's options.
 
     The token is read from a file, because other users can see the options of a process.
     """
@@ -168,7 +168,7 @@ def function_of(factory: str) -> Callable[[], Any]:
 
 
 def made_by(make: Callable[[], Any], factory: str) -> list[ExpertBackend]:
-    """Return the backends that ``make`` returns; raise TypeError if it returns something else."""
+    """Call ``make`` and return its backends as a list; raise TypeError if it returns something else."""
     made = make()
     backends = [made] if isinstance(made, ExpertBackend) else list(made) if isinstance(made, Iterable) else [made]
     for one in backends:
@@ -255,7 +255,7 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Drain a server and wait for its end. Return 0, or 1 if experts were not saved or it has not ended in time."""
+    """Drain a server and wait for its end. Return 1 if experts were not saved or the server still answers, else 0."""
     deadline = time.monotonic() + options.timeout
     with _connection(options) as there:
         _say(f"{options.address} drains")

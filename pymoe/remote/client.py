@@ -49,7 +49,7 @@ class RemoteBackend:
 
     @property
     def updates(self) -> int:
-        """Return the number of updates that the expert had made by its last answer over this connection."""
+        """Return the expert's number of updates according to its last answer over this connection."""
         return self._stub.updates
 
     @property
@@ -58,7 +58,7 @@ class RemoteBackend:
         return self._stub.channel.address
 
     def get_info(self) -> dict[str, Any]:
-        """Return the name, the schemas and the names of keyword arguments, like an ExpertBackend."""
+        """Return a dictionary of the same information as :meth:`pymoe.runtime.ExpertBackend.get_info`."""
         forward_schema = self._stub.forward_schema
         return {
             "name": self.name,
@@ -123,8 +123,8 @@ class Connection(Channel):
     def _serve(self, new: list[RemoteBackend], experts: int) -> None:
         """Serve the pools of the backends ``new`` with this connection's runtime, which the first call starts.
 
-        A call occupies a thread of the runtime until its answer arrives, so the runtime has one thread for each pool,
-        up to :data:`MAX_THREADS`. ``experts`` is the number of experts of the server.
+        A call occupies a thread of the runtime until its answer arrives, so the first call starts two threads for each
+        expert of the server, at least 4 and at most :data:`MAX_THREADS`. ``experts`` is the number of these experts.
         """
         if self._runtime is None:
             self._runtime = Runtime(new, num_workers=min(2 * max(experts, 2), MAX_THREADS), monitor=False)

@@ -62,7 +62,7 @@ ALIGNMENT = 64
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` on the wire; raise TypeError if it cannot be sent."""
+    """Return the name of ``dtype`` on the wire; raise TypeError if it has none and cannot be sent."""
     if dtype not in NAMES:
         raise TypeError(f"pymoe.remote: a tensor of {dtype} cannot be sent; expected one of {list(NAMES)}")
     return NAMES[dtype]
@@ -94,7 +94,7 @@ def encoded_size(dtype: torch.dtype, shape: Sequence[int], encoding: str) -> int
 
 
 def encode(tensor: Tensor, encoding: str) -> memoryview:
-    """Return the bytes of a tensor; for ``raw`` and a contiguous tensor on the CPU, a view of its memory."""
+    """Encode a tensor and return the bytes; for ``raw`` and a contiguous CPU tensor, a view of the tensor's memory."""
     plain = tensor.dtype in _NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
     if plain and encoding == "raw":
         numbers: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
@@ -153,7 +153,7 @@ def decode(data: memoryview | Tensor, dtype: torch.dtype, shape: list[int], enco
 
 
 def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes ``data`` as a vector of ``dtype``. A memoryview is copied: it is read-only, maybe unaligned."""
+    """Return the bytes ``data`` as a vector of ``dtype``. A memoryview is copied into aligned, writable memory."""
     if isinstance(data, Tensor):
         return data.view(dtype)
     memory = torch.empty(data.nbytes, dtype=torch.uint8)
@@ -162,7 +162,7 @@ def _own(data: memoryview | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """Flatten all dimensions after the first into one, and return the matrix. ``tensor`` must not be empty."""
+    """Return ``tensor``, which must not be empty, as a matrix, with all dimensions after the first flattened."""
     return tensor.reshape(len(tensor), -1) if tensor.dim() else tensor.reshape(1, 1)
 
 
@@ -194,4 +194,4 @@ def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
     for part in _parts(numbers):
         part *= scales[:, begin : begin + part.shape[1], None]
         begin += part.shape[1]
-    return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may round up to infinity; NaN is preserved
+    return numbers.clamp_(-LARGEST, LARGEST)  # 127 * scale may overflow to infinity; clamp_() preserves NaN

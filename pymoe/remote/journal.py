@@ -9,8 +9,8 @@ has the same key. A client also sends ``ack``: it will make no more attempts wit
   been dropped;
 - **forgotten**, if its number is below ``ack``: a late attempt raises AppliedError, because the outcome is unknown.
 
-A checkpoint of a state after U updates contains the keys that were applied in updates 1 to U. So if the server restarts
-from the checkpoint, later updates are lost together with their keys: these keys are new again.
+A checkpoint of a state after U updates contains the keys that were applied in updates 1 to U and are not forgotten. If
+the server restarts from the checkpoint, later updates are lost together with their keys: these keys are new again.
 
 Use all methods on one thread, that of the server's event loop.
 """
@@ -71,7 +71,7 @@ class _Client:
 
 
 class Journal:
-    """Records which backward requests of one expert have been applied, by their keys.
+    """Records, by key, which backward requests of one expert have been applied.
 
     Args:
         incarnation: a name that is different after each start of the server.
@@ -103,14 +103,14 @@ class Journal:
             seq: the client's number of the request, the second part of the key.
             ack: the client makes no more attempts with numbers below this one.
             run: starts the request. Called only if the key is new. Returns an awaitable of the outcome, and a function
-                that cancels the request if it has not begun; the function is called if all attempts stop waiting for
-                the answer.
+                that cancels the request if it has not begun. If all attempts stop waiting for the answer, the journal
+                calls this function.
             attempt: number of earlier attempts of the request.
             incarnation: the ``incarnation`` of the journal when the server last answered a backward request of the
                 client; empty before the first answer. If it is still the same and the client is unknown, the client
                 has been forgotten.
-            age: seconds since the first attempt. If the client is unknown and this is too long, the client may have
-                been forgotten.
+            age: seconds since the first attempt. If the client is unknown and the age is at least half of
+                :data:`KEEP_CLIENT_S`, the client may have been forgotten.
 
         Returns:
             The answer, and whether an earlier attempt was applied.
@@ -134,12 +134,12 @@ class Journal:
             if found.update is not None and found.answer is not None:
                 return found.answer, True
             # The other attempt has failed, or was cancelled when its connection broke. If nothing was applied, this
-            # attempt runs the request; otherwise the loop finds it among the applied ones.
+            # attempt runs the request; otherwise the next iteration finds the request among the applied ones.
 
     def _know(self, name: str, ack: int, attempt: int, incarnation: str, age: float) -> _Client:
         known = self._clients.get(name)
         if known is None:
-            # Only half of KEEP_CLIENT_S is safe, because the client's clock may run at another speed.
+            # Compare with only half of KEEP_CLIENT_S, because the client's clock may run at another speed.
             if attempt and (incarnation == self.incarnation or not age < KEEP_CLIENT_S / 2):
                 raise AppliedError(f"the client {name!r} was forgotten: its request may have been applied")
             self._make_room()
@@ -154,9 +154,10 @@ class Journal:
         return known
 
     def _make_room(self) -> None:
-        """Forget clients that were silent for :data:`KEEP_CLIENT_S` seconds; raise QueueFull if too many remain.
+        """Forget clients without a running request that were silent for more than :data:`KEEP_CLIENT_S` seconds.
 
-        No other client is forgotten: a request of a forgotten client could be applied twice.
+        Raise QueueFull if too many clients remain. These are kept, because a request of a forgotten client could be
+        applied twice.
         """
         for name, one in list(self._clients.items()):
             if self._now() - one.seen <= KEEP_CLIENT_S:

@@ -64,7 +64,7 @@ class RequestNumbers:
             self._open.discard(number)
 
     def ack(self) -> int:
-        """Return the lowest open number, or else the next new one: no attempts with numbers below it will follow."""
+        """Return the lowest open number, or the next new one if none is open: no attempt below it will follow."""
         with self._lock:
             return min(self._open, default=self._next)
 
@@ -74,7 +74,7 @@ class ExpertStub:
 
     Attributes:
         schema: the schema of its requests.
-        numbers: the numbers of its backward requests.
+        numbers: assigns the numbers of its backward requests.
         updates: the number of updates of the expert according to its last answer.
         answered_by: the ``incarnation`` of the server that last answered a backward request; empty before that.
         max_batch_size: the maximum number of rows that the server runs at once.
@@ -147,7 +147,10 @@ class RemoteCall:
             self._request.seq, self._request.backward = stub.numbers.new(), True
 
     def end(self) -> None:
-        """Close the number of a backward request: later requests tell the server that it may forget this request."""
+        """Close the number of a backward request, so that later requests tell the server to forget this one.
+
+        Do nothing for a forward request.
+        """
         if self._request.seq >= 0:
             self.stub.numbers.close(self._request.seq)
 
@@ -180,7 +183,12 @@ class RemoteCall:
         return self.channel.long_methods[self.method].future(chain((head,), wire.frames(self._tail)), **options)
 
     def begin(self) -> Any:
-        """Send the next attempt as a separate gRPC call, and return gRPC's future."""
+        """Send the next attempt as a separate gRPC call, and return gRPC's future.
+
+        Raises:
+            ServerLost: the channel is closed, or see :meth:`_next_attempt`.
+            TimeoutError, QueueFull: see :meth:`_next_attempt`.
+        """
         head, seconds = self._next_attempt()
         try:
             return self._begin(head, seconds)
@@ -221,9 +229,10 @@ class RemoteCall:
             self.end()
 
     def pause_after(self, failed: Any) -> float:
-        """Return the seconds to wait after the failed attempt, or raise its error if it must not be repeated.
+        """Return the seconds from the attempt ``failed`` to the next one, or raise its error if there must be no other.
 
-        An attempt is repeated if the connection broke or the server was overloaded, unless ``retries`` is off.
+        There is another attempt if the connection broke or the server was overloaded, unless ``retries`` is off or the
+        channel is closed.
         """
         error = from_status(failed, self._where)
         from_server = KIND_KEY in dict(failed.trailing_metadata() or ())
@@ -253,7 +262,7 @@ class RemoteCall:
     def answer(self, reply: wire.Reply, tail: wire.Tail | None = None) -> tuple[Any, ...]:
         """Return the flat outputs, or the gradients of the flat inputs, on the device of the first input.
 
-        Also update the ``stub`` from the reply.
+        Also record the reply's ``updates``, and after a backward pass its ``incarnation``, in the stub.
 
         Raises:
             WireError: the tensors are malformed.
@@ -306,9 +315,9 @@ class CoalescingPool(_RemotePool, TaskPool):
     """Combines the rows of all waiting requests into one call, as a local pool does; one call is under way at a time.
 
     A request is sent immediately if no call is under way and no other request waits. The deadline of a call is the
-    latest deadline of its requests; requests whose futures have been dropped do not count. ``future.cancel()``
-    withdraws a request that has not been sent, and acts on a sent one as on a request in a running batch. A request
-    with more rows than the server runs at once is sent in several calls.
+    latest deadline of its requests; requests whose futures have been dropped do not count. A request with more rows
+    than the server runs at once is sent in several calls. ``future.cancel()`` withdraws the calls of the request that
+    have not been sent; a call that has been sent runs to its end.
     """
 
     def __init__(self, stub: ExpertStub, method: Method, protos: Sequence[BatchTensorProto]) -> None:
@@ -328,8 +337,8 @@ class CoalescingPool(_RemotePool, TaskPool):
         deadline = time.monotonic() + (self._stub.channel.timeout if left is None else left)
         if self._method == "Forward":
             return RemoteCall(self._stub, self._method, tensors, deadline).run()
-        # An interrupted batch returns to the queue. A backward call would be sent again under another number and might
-        # be applied twice.
+        # An interrupted batch returns to the queue and is sent again. A backward call would then have another number,
+        # and might be applied twice.
         try:
             with uninterrupted():
                 return RemoteCall(self._stub, self._method, tensors, deadline).run()
@@ -367,7 +376,7 @@ class RemoteFuture(concurrent.futures.Future):
     """
 
     _attempt: Any = None  # gRPC's future of the latest attempt
-    _may_block = False  # true if there may be callbacks that block; they then run on a timer thread
+    _may_block = False  # true after add_done_callback(): callbacks may block, so they run on a timer thread
 
     def add_done_callback(self, function: Callable[[Any], Any]) -> None:
         """Call ``function(future)`` once the request is done or cancelled."""
@@ -461,7 +470,7 @@ class DirectPool(_RemotePool):
         return self.submit_task(*tensors, timeout=timeout).result()
 
     def _idle_is_known(self) -> None:
-        """Do nothing: a request to a remote pool ends at its deadline even if the pool is not served."""
+        """Do nothing: this pool never warns that it is not served, because its requests end at their deadlines."""
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
@@ -499,8 +508,8 @@ class DirectPool(_RemotePool):
 class _Attempts:
     """Sends a call, repeats it if necessary, and completes its future.
 
-    After the first attempt was sent, this happens on threads of gRPC and on timer threads. Callbacks that may block run
-    on a timer thread: on gRPC's thread, they would delay all other answers of the connection.
+    Everything after sending the first attempt happens on threads of gRPC and on timer threads. Callbacks that may block
+    run on a timer thread: on gRPC's thread, they would delay all other answers of the connection.
     """
 
     def __init__(self, call: RemoteCall, future: RemoteFuture, permits: _Permits) -> None:
@@ -514,7 +523,7 @@ class _Attempts:
         except Exception as error:
             return self._end(error)
         self._future._attempt = attempt
-        if self._future.cancelled():  # RemoteFuture.cancel() did not see this attempt yet
+        if self._future.cancelled():  # RemoteFuture.cancel() may not have seen this attempt
             attempt.cancel()
         attempt.add_done_callback(self._ended)
         return None
@@ -549,7 +558,7 @@ class _Attempts:
             self._permits.give_back()
 
     def _complete(self, error: Exception | None, result: Any) -> None:
-        if not self._future.set_running_or_notify_cancel():  # cancelled: the call has woken the waiting threads
+        if not self._future.set_running_or_notify_cancel():  # it was cancelled; this call has woken its waiters
             return
         if error is None:
             self._future.set_result(result)

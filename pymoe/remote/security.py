@@ -68,7 +68,7 @@ def without_scheme(address: str) -> str:
 
 
 def socket_path(address: str) -> str | None:
-    """Return the path of the Unix socket that ``address`` names, or None if it names no file."""
+    """Return the path of the Unix socket that ``address`` names, or None for any other address."""
     if not address.startswith("unix:"):
         return None
     return urllib.parse.unquote(address.removeprefix("unix:").removeprefix("//"))
@@ -91,10 +91,11 @@ def _is_loopback(address: str) -> bool:
 
 @contextmanager
 def held_for_binding(address: str) -> Iterator[None]:
-    """Return a context manager in which no other server of this package can bind the Unix socket ``address``.
+    """Return a context manager that checks that no server listens at a Unix socket, and lets no other server of this
+    package bind the socket during its block.
 
-    The caller binds the socket in its block. Without this check, gRPC would replace the socket of a server that is
-    listening there. For addresses other than Unix sockets, nothing is done.
+    The caller binds the socket in the block. Without the check, gRPC would replace the socket of a server that is
+    listening there. For other addresses, nothing is done.
 
     Raises:
         OSError: another server listens at ``address``, or the folder of the socket cannot be opened.
@@ -108,7 +109,7 @@ def held_for_binding(address: str) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"cannot listen at {address}: the folder of the socket: {error.strerror}") from None
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # no other server may test the socket between this test and the binding
+        fcntl.flock(folder, fcntl.LOCK_EX)  # no other server may test the socket between the test below and the binding
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             if probe.connect_ex(path) not in FREE:
@@ -131,7 +132,7 @@ def addresses_of(address: str) -> list[str]:
     host, _, port = address.rpartition(":")
     if ":" in host or not port.isdecimal() or socket_path(address) is not None:
         return [address]
-    if host == "localhost":  # gRPC resolves it to both addresses, regardless of /etc/hosts
+    if host == "localhost":  # gRPC resolves this name to both addresses, regardless of /etc/hosts
         found = ["127.0.0.1", "::1"]
     else:
         try:
@@ -225,9 +226,9 @@ def _read(path: str | Path | None) -> bytes | None:
 
 
 def check_server(address: str, tls: TLS | None, token: str | None) -> None:
-    """Raise ValueError if other machines can reach ``address`` and there is no TLS, or neither a token nor TLS(ca=).
+    """Raise ValueError if other machines can reach ``address``, unless there is TLS, and also a token or ``TLS(ca=)``.
 
-    Raise TypeError or ValueError also for an invalid ``tls`` or ``token``.
+    Also raise TypeError or ValueError for an invalid ``tls`` or ``token``.
     """
     check_token("ExpertServer", token)
     check_tls("ExpertServer", tls)
@@ -248,7 +249,7 @@ def check_server(address: str, tls: TLS | None, token: str | None) -> None:
 def check_client(address: str, tls: TLS | None, token: str | None) -> None:
     """Raise ValueError if the token would be sent to another machine without encryption.
 
-    Raise TypeError or ValueError also for an invalid ``tls`` or ``token``.
+    Also raise TypeError or ValueError for an invalid ``tls`` or ``token``.
     """
     check_token("connect", token)
     check_tls("connect", tls)
@@ -278,12 +279,12 @@ def check_token(owner: str, token: Any) -> None:
 
 
 def authorization(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call that contain the token; () for None."""
+    """Return the call metadata that carries the token, or () if ``token`` is None."""
     return () if token is None else (("authorization", PREFIX + token),)
 
 
 def token_problem(metadata: Any, token: str) -> str:
-    """Return "" if ``metadata`` contain ``token``; otherwise return a clause for an error message about the token.
+    """Return "" if ``metadata`` contains ``token``; otherwise return a clause for an error message about the token.
 
     The time of the comparison does not depend on where the tokens differ, so an attacker cannot guess the token part by
     part.

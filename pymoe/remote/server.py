@@ -36,8 +36,8 @@ CHECK_SIGNALS_S = 1.0
 LAST_REPLIES_S = 1.0
 """Seconds for which calls may continue after everything has been saved."""
 PATIENCE_S = 5.0
-"""Seconds for which an expert that may hang delays the checkpoints of others, or the end of its server (for which
-``grace`` counts if it is longer)."""
+"""Maximum number of seconds for which an expert that hangs delays the checkpoints of others, or the end of the server;
+for the latter, ``grace`` if that is longer."""
 MAX_CALLS = 8192
 """The maximum number of calls at a time, including watches; further calls are refused with ``QueueFull``."""
 PORT_TRIES = 8
@@ -193,7 +193,7 @@ class ExpertServer:
         entry.checkpoints = checkpoints
 
     def _checkpoints(self) -> dict[str, ExpertCheckpoints]:
-        """Return the checkpoints of every expert by name; an empty dict if the server saves none."""
+        """Return the ExpertCheckpoints of every expert, by name; an empty dict if the server saves no checkpoints."""
         entries = list(self._service.entries.values())
         return {one.name: one.checkpoints for one in entries if one.checkpoints is not None}
 
@@ -317,12 +317,12 @@ class ExpertServer:
             logger.error("a batch of an expert does not end, and the server no longer waits for it")
 
     async def _stop(self, server: Any, grace: float) -> None:
-        # Keep listening until everything is saved: the next server at this address would load older checkpoints.
+        # Keep listening until everything is saved: a server that takes over the address would load older checkpoints.
         try:
             await self._service.drain(grace)  # also ends _save_regularly()
             # An expert that is still running now probably hangs; saving it would wait forever without a time limit.
             await self._save_all(max(grace, 1.0))
-        except asyncio.CancelledError:  # Ctrl-C; _not_saved also tells the clients that wait for the drain
+        except asyncio.CancelledError:  # Ctrl-C; clients that wait for the drain also receive _not_saved
             names = [name for name, one in self._checkpoints().items() if one.may_be_outdated]
             self._not_saved = {name: RuntimeError(f"{name!r}: the drain was interrupted") for name in names}
             raise
@@ -336,7 +336,7 @@ class ExpertServer:
     def _drain_and_log(self) -> None:
         try:
             self.drain()
-        except Exception as error:  # the next drain() raises it as well
+        except Exception as error:  # the next drain() tries to save again, and raises if it cannot
             logger.error("%s", error)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -387,7 +387,7 @@ class ExpertServer:
         return {name: one.backend for name, one in self._service.entries.items()}
 
     def add(self, backend: ExpertBackend) -> None:
-        """Load the newest checkpoint of another expert, and serve the expert.
+        """Serve another expert, after loading its newest checkpoint if there is one.
 
         Raises:
             ValueError, TypeError, OSError, RuntimeError: see the constructor.

@@ -1,9 +1,9 @@
 """The server's side of a call: checks access, limits memory, passes requests to the expert's pools, and answers.
 
 A request that is a separate call is checked for its token, then refused if the server drains, then charged to the byte
-budget. Only then is its body read. For this purpose its handler is registered as the handler of a stream: gRPC then
-reads messages on demand, each of at most :data:`~pymoe.remote.wire.MAX_READ` bytes. On a stream of many requests, a
-message is charged after it was read.
+budget. Only then is its body read. For this purpose the handler of such a call is registered as that of a stream: gRPC
+then reads messages on demand, each of at most :data:`~pymoe.remote.wire.MAX_READ` bytes. On a stream of many requests,
+a message is charged after it was read.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class ByteBudget:
 
 
 def announced_size(metadata: Any) -> int:
-    """Return the number of bytes that the metadata of a request announce, but at most MAX_BYTES.
+    """Return the number of bytes that a request's metadata announces, but at most MAX_BYTES.
 
-    If they announce none, return MAX_BYTES.
+    If it announces no valid number, return MAX_BYTES.
     """
     for key, value in metadata or ():
         if key == wire.SIZE_KEY and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
@@ -118,7 +118,7 @@ class StallDetector:
             self._next = None
 
     async def settle(self) -> float:
-        """If the event loop was stalled, sleep until cancellations have been read; return the seconds slept, or 0."""
+        """After a stall, sleep up to SETTLE_S seconds while cancellations are read; return the seconds slept, or 0."""
         if self._next is None or (wait := self._seconds_to_settle()) <= 0:
             return 0.0
         await asyncio.sleep(wait)
@@ -184,7 +184,7 @@ class ExpertEntry:
         Raises:
             TimeoutError: the request did not begin within ``seconds``. It is not run.
             QueueFull: there is no room in the queue.
-            RemoteExpertError: the expert raised a BaseException, such as SystemExit.
+            RemoteExpertError: the expert raised a BaseException that is not an Exception, such as SystemExit.
             Exception: any exception of the expert.
         """
         future = submit(self.backend.forward_pool, tensors, seconds)
@@ -251,7 +251,7 @@ class ExpertEntry:
             return Applied(IN_PART if in_part else None, error=error)
         finally:
             self._partly_applied.discard(name)
-        # A request of several batches counts as applied in its first update: from then on, the state includes a part.
+        # A request of several batches counts as applied in its first update, which includes some of its rows.
         update = int(numbers.min()) if rows else self.backend.updates
         return Applied(update, [one.clone() for one in gradients])  # views would keep the whole batch in memory
 
@@ -277,7 +277,7 @@ class Service(grpc.GenericRpcHandler):
 
     Attributes:
         entries: the served experts by name.
-        saved: set when a drain has finished saving.
+        saved: set when a drain has finished saving, even if some experts could not be saved.
     """
 
     def __init__(self, token: str | None, info: Callable[[], wire.Info], drain: Callable[[], Any]) -> None:
@@ -289,7 +289,7 @@ class Service(grpc.GenericRpcHandler):
         self.counts: Counter[str] = Counter()
         self.incarnation = ""
         self.stalls = StallDetector()
-        self._drained = asyncio.Event()  # set when a drain begins
+        self._drained = asyncio.Event()  # set once a drain has begun
         self._watches = 0
         self._streams = 0
         self._busy: set[asyncio.Task[Any]] = set()  # tasks of all calls for requests, including idle streams
@@ -333,7 +333,7 @@ class Service(grpc.GenericRpcHandler):
         return self.draining
 
     def service(self, details: Any) -> Any:
-        """Return the handler of a call; None for an unknown method. So far, gRPC has read only the call's metadata."""
+        """Return the handler of a call, or None for an unknown method. gRPC calls this before it reads a message."""
         if details.method == wire.HEALTH:
             return self._health
         if self.token is not None and (problem := token_problem(details.invocation_metadata, self.token)):
@@ -349,7 +349,7 @@ class Service(grpc.GenericRpcHandler):
         await context.abort(*to_status(PermissionError(f"a token is needed, {problem}")))
 
     def _answering(self, answer: Callable[[Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """Return a gRPC handler that returns ``answer(context)``, or ends the call with the status of its exception."""
+        """Return a gRPC handler that returns ``answer(context)``; if that raises, it ends the call with a status."""
 
         async def handle(messages: Any, context: Any) -> bytes | None:
             try:
@@ -371,7 +371,7 @@ class Service(grpc.GenericRpcHandler):
         return to_status(error)
 
     def _waited_for(self) -> asyncio.Task[Any]:
-        """Add the current task to those for which a drain waits, and return it."""
+        """Add the current task to those for which a drain waits, and return the task."""
         task = asyncio.current_task()
         assert task is not None
         self._busy.add(task)
@@ -407,8 +407,8 @@ class Service(grpc.GenericRpcHandler):
             self.budget.used -= held
 
     async def _exchange(self, messages: Any, context: Any) -> None:
-        """Answer the requests of a stream one after the other, until the client ends it, the server drains, or a failed
-        request has frames that were not read.
+        """Answer the requests of a stream one after the other, until the client ends the stream, the server drains, or
+        a failed request has frames that were not read.
         """
         if self._streams >= MAX_STREAMS:
             await context.abort(*self._status_of(QueueFull(f"{MAX_STREAMS} streams of requests are open")))
@@ -514,9 +514,9 @@ class Service(grpc.GenericRpcHandler):
         return wire.encode(self._info())
 
     async def _watch(self, context: Any) -> bytes:
-        """Answer when the server drains, so that clients notice it immediately.
+        """Answer once the server drains, so that the client notices the drain immediately.
 
-        If the call ends without an answer, they notice that the connection broke.
+        If the call ends without an answer, the client knows that the connection broke.
         """
         if self._watches >= MAX_WATCHES:
             raise QueueFull(f"{MAX_WATCHES} connections watch already")

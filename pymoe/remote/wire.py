@@ -31,7 +31,7 @@ from pymoe.runtime.batch_tensor_proto import BatchTensorProto
 SERVICE = "pymoe.Experts1"
 HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = "Stay"
-"""The method that ends when the server drains or the connection breaks."""
+"""The method whose calls end when the server drains or the connection breaks."""
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 """Encoded HealthCheckResponse messages of grpc.health.v1."""
 SIZE_KEY = "pymoe-bytes"
@@ -145,7 +145,7 @@ class Info(msgspec.Struct, omit_defaults=True):
     pools: dict[str, Counters] = {}
     """Counters of the server's pools by name, as :mod:`pymoe.runtime.monitoring.statistics` reads them."""
     not_saved: dict[str, str] = {}
-    """Experts for which the last save of all experts wrote no checkpoint, with the reasons."""
+    """Errors of the experts that could not be saved when all experts were last saved, by name."""
 
 
 def is_name(name: str) -> bool:
@@ -160,7 +160,7 @@ _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder] = {
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the bytes of ``message`` to send.
+    """Encode ``message``, and return the bytes to send.
 
     Raises:
         ValueError: the message is longer than :data:`MAX_BYTES`.
@@ -172,7 +172,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[MessageT]) -> MessageT:
-    """Decode ``data`` as a message of type ``kind``; its tensors are views of ``data``, which :func:`unpack` decodes.
+    """Decode ``data`` as a message of type ``kind``, and return it.
+
+    The tensors in the message remain encoded, as views of ``data``; :func:`unpack` decodes them.
 
     Raises:
         WireError: the bytes are not such a message.
@@ -214,10 +216,10 @@ def pack(tensors: Sequence[Tensor], encoding: str) -> list[Packed]:
 
 
 def detach_long(packed: Sequence[Packed]) -> list[memoryview]:
-    """Take the tensors' bytes out of the message if they are more than :data:`FRAME` together; return them for
+    """If the tensors have more than :data:`FRAME` bytes together, remove the bytes from the message; return them for
     :func:`frames`.
 
-    The result contains the bytes of each tensor that has any. It is empty if the message was not changed.
+    The result has one entry for each tensor that has elements. If the message was not changed, the result is empty.
     """
     size = 0
     for one in packed:

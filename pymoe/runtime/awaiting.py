@@ -7,7 +7,7 @@ everything else. The loop completes the waiters in the mailbox, and each task co
 (A future that is a Python object makes a call of its own.)
 
 If ``call_soon_threadsafe`` raises although the loop is open, it is called once more; if that call raises, too, the
-waiters stay in the mailbox until the next waiter comes, for which it is called again.
+waiters stay in the mailbox until the next waiter comes. Then it is called again.
 """
 
 from __future__ import annotations

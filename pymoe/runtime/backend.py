@@ -36,9 +36,9 @@ OTHER_NAMES = {
     "max_grad_norm": "clip_grad_norm",
     "grad_accumulation_steps": "accumulate_steps",
 }
-"""Other names of these arguments, in hivemind and in trainers, each with the name here."""
+"""Names that arguments have in hivemind and in trainers, each with the argument's name here."""
 _POOLS = ("forward_pool", "backward_pool")
-_MAY_RETRY = "pymoe_may_retry"  # attribute of exceptions of the backward pass, read also by pools with ``isolate``
+_MAY_RETRY = "pymoe_may_retry"  # attribute of exceptions of the backward pass; pools with ``isolate`` also read it
 
 
 class ExpertBackend(nn.Module):
@@ -116,7 +116,8 @@ class ExpertBackend(nn.Module):
         True
     """
 
-    _clears_itself = False  # true while _run_backward() calls apply_gradients(), and will clear the gradients
+    # true while apply_gradients() is called by _run_backward(), which clears the gradients itself
+    _clears_itself = False
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class ExpertBackend(nn.Module):
                 f"the shape of one row that the expert takes, without the number of rows",
             )
             raise
-        self._expert_device = ExpertDevice(self.expert)  # the call has made the parameters of a lazy expert
+        self._expert_device = ExpertDevice(self.expert)  # the call has initialised the parameters of a lazy expert
         return schema
 
     def _make_pools(self) -> None:
@@ -210,7 +211,7 @@ class ExpertBackend(nn.Module):
         )
 
     def _options_of_pools(self) -> dict[str, Any]:
-        """Return the options of the backend's pools: ``pool_options`` with the defaults that the device decides."""
+        """Return the options of the backend's pools: ``pool_options``, with a default that depends on the device."""
         device = self._expert_device.device
         return {"pin_memory": device is not None and device.type == "cuda", **self._pool_options}
 
@@ -243,7 +244,7 @@ class ExpertBackend(nn.Module):
     def updates(self) -> int:
         """Return the number of updates of the expert.
 
-        :meth:`load_state_dict` sets it to that of the loaded state; the state of a plain module has none.
+        :meth:`load_state_dict` sets it to the number in the loaded state, unless that is the state of a plain module.
         """
         return self._rule.updates
 
@@ -362,8 +363,8 @@ class ExpertBackend(nn.Module):
                     zero_grad(self.opt)
             return gradients
         except BaseException as error:
-            # Another run could neither restore gradients of other batches that were dropped (their norm with those of
-            # this batch was not finite), nor take back those of this batch.
+            # If the accumulated gradients have changed, another run could neither remove this batch's gradients from
+            # them, nor restore those of earlier batches, which are dropped if the norm of all is not finite.
             mark(error, may_retry=not changing and self._rule.batches == accumulated)
             raise
         finally:
@@ -496,7 +497,8 @@ class ExpertBackend(nn.Module):
     def _look_again(self) -> None:
         """Update the list of the expert's parameters after some were replaced; check that ``opt`` updates them.
 
-        Raise ValueError if it updates none of them; see :func:`check_updates` for a warning.
+        See :func:`check_updates` for the check, which may warn or raise ValueError. It is omitted if
+        :meth:`apply_gradients` is overridden.
         """
         before, self._expert_device = self._expert_device.parameters, ExpertDevice(self.expert)
         if not self._updates_itself():
@@ -507,9 +509,9 @@ class ExpertBackend(nn.Module):
 
 
 def look_again(backend: ExpertBackend, incompatible_keys: Any) -> None:
-    """Update the list of parameters of ``backend`` after a state was loaded into it or into a module that contains it.
+    """Update the list of the backend's parameters after loading a state into the backend or a module that contains it.
 
-    A hook of ``register_load_state_dict_post_hook``.
+    This is a hook for ``register_load_state_dict_post_hook``.
     """
     backend._look_again()
 

@@ -107,7 +107,7 @@ class BatchTensorProto:
 
     @property
     def differentiable(self) -> bool:
-        """True if tensors of this dtype can have gradients, because it is a floating-point or complex dtype."""
+        """True if tensors of this dtype can have gradients, that is, if it is a floating-point or complex dtype."""
         return has_gradient(self.dtype)
 
     def replace(self, **changes: Any) -> BatchTensorProto:

@@ -44,7 +44,7 @@ class ExpertClient(nn.Module):
     under that stream (``torch.cuda.stream(torch.cuda.default_stream())``); autograd then runs its backward pass there,
     too, and orders it with the work of other streams. If a client is called under another stream, neither pass is
     ordered with the server's work. Then make the two streams wait for each other before and after the call, and before
-    and after its node in the backward pass, which requests the gradients.
+    and after the call's autograd node, which requests the gradients in the backward pass.
 
     A call and its backward pass raise the errors below. (The constructor raises TypeError if ``backend`` is not a
     backend.)
@@ -81,7 +81,7 @@ class ExpertClient(nn.Module):
         self.timeout = timeout
         self._schema = RequestSchema(self.name, info["forward_schema"], info["outputs_schema"])
         self._forward_pool, self._backward_pool = backend.get_pools()
-        # The tuple hides the backend from nn.Module: as a submodule, it would add its parameters to the client's.
+        # The tuple hides the backend from nn.Module: a submodule's parameters would be among those of the client.
         self._backend = (backend,)
         self._warned = False
 
@@ -96,7 +96,7 @@ class ExpertClient(nn.Module):
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request and return a call, whose ``result()`` or ``await`` waits for the outputs.
+        """Send the request and return a :class:`PendingCall`; its ``result()``, or ``await``, waits for the outputs.
 
         This blocks while the pool is full. Do not change the tensors before the call has its result.
         """
@@ -121,7 +121,7 @@ class ExpertClient(nn.Module):
         check them.
 
         Raises:
-            RuntimeError: an input was changed in place since then, and the result is part of the graph.
+            RuntimeError: an input was changed in place after it was sent, and the result is part of the graph.
         """
         outputs = tuple(outputs)
         if torch.is_grad_enabled() and (self.backend.trains or any([tensor.requires_grad for tensor in inputs])):
@@ -133,7 +133,7 @@ class ExpertClient(nn.Module):
     def _backward(
         self, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Request an update of the expert and the gradients of the inputs; return None for those not ``needed``."""
+        """Request an update of the expert and the inputs' gradients; return these, or None for each not ``needed``."""
         rows, device = len(inputs[0]), inputs[0].device
         grads = [
             proto.make_empty(rows, device=device, requires_grad=False) if grad is None else grad.detach()
@@ -152,7 +152,7 @@ class ExpertClient(nn.Module):
                 self._wait_for_a_runtime(pool, future)
             return future.result(seconds_left(deadline))
         except BaseException as error:
-            future.cancel()  # nobody needs the result any more; this does nothing if the request runs or is done
+            future.cancel()  # nobody needs the result any more; a batch that has begun still runs to its end
             if isinstance(error, TimeoutError):
                 self._explain(error, pool, future)
             raise
@@ -239,7 +239,7 @@ class PendingCall:
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Cancel the request, or what is left of it; return False if its only or last batch has begun."""
+        """Cancel the request, or those of its batches that have not begun; return False if all have begun."""
         return self._future.cancel()
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -325,7 +325,7 @@ def _reading(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
 
 
 def _extent(tensor: Tensor) -> range:
-    """Return the range of bytes in the storage from the first element of a tensor that is not empty to its last."""
+    """Return the range of storage bytes from the first element of ``tensor``, which must not be empty, to its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.itemsize
     return range(begin, begin + (last + 1) * tensor.itemsize)

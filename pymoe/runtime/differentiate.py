@@ -16,7 +16,7 @@ def lend(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     All inputs are always copied. Whether an expert changes them cannot be found out in advance: it may do so only in
     some calls, or through ``.data`` or numpy, which do not change the version counter. In a backward pass, the copies
-    are not leaves: autograd refuses in-place changes of leaves that require a gradient.
+    are not leaves, so the expert may change them in place; autograd refuses that for leaves that require a gradient.
     """
     return [tensor.clone() for tensor in tensors]
 
@@ -35,7 +35,7 @@ def as_leaf(tensor: Tensor) -> Tensor:
 def run_backward_pass(
     outputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], leaves: Sequence[Tensor], trains: bool
 ) -> tuple[Tensor, ...]:
-    """Run a backward pass and return the gradients of the leaves; zeros for a leaf that does not influence an output.
+    """Run a backward pass and return the gradients of the leaves, with zeros for leaves that have no gradient.
 
     With ``trains``, also add the gradients of parameters to their ``.grad``.
 
@@ -96,7 +96,7 @@ _autograd_is_warm = False
 
 
 def warm_up_autograd() -> None:
-    """Run ``torch.autograd.backward`` once with output gradients, unless this process has done so here before.
+    """Run ``torch.autograd.backward`` once with output gradients, unless an earlier call in this process has done so.
 
     The first such call in a process takes 0.3 s or more, for imports.
     """

@@ -1,4 +1,4 @@
-"""A trial call of an expert, which determines the schema of its results; context managers that restore its state."""
+"""A trial call that determines the schema of an expert's results; context managers that restore a module's state."""
 
 from __future__ import annotations
 

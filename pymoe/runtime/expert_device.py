@@ -37,8 +37,8 @@ class ExpertDevice:
         """Return ``leaves``, with a copy in place of every tensor that shares memory with the expert's parameters or
         buffers.
 
-        They are copied because clients may change their results. Only memory that the parameters and buffers had when
-        this object was made is recognised.
+        Such tensors are copied because clients may change their results. Only memory that the parameters and buffers
+        had when this object was made is recognised.
         """
         return tuple([leaf.clone() if self._owns(leaf) else leaf for leaf in leaves])
 
@@ -60,10 +60,10 @@ class ExpertDevice:
     def run(
         self, function: Callable[[Sequence[Tensor]], tuple[Any, ...]], tensors: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        """Move the tensors to the expert's device, and call ``function`` with them. A GPU is made the current device.
+        """Call ``function`` with the tensors moved to the expert's device; a GPU is made current during the call.
 
-        Return the function's result, with its tensors moved to the device of ``tensors[0]``, after all copies have
-        ended. The tensors for an expert without parameters and buffers are not moved.
+        Return the function's result, with its tensors moved to the device of ``tensors[0]``, once all copies have
+        ended. If the expert has no parameters or buffers, the inputs are not moved.
         """
         home = tensors[0].device
         device = self.device or home
@@ -77,7 +77,7 @@ class ExpertDevice:
                 leaves = function(tensors)
                 crossed |= {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device != home}
                 return tuple(leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            finally:  # wait for all copies: afterwards a client reads the result, and may change its tensors
+            finally:  # wait for all copies: afterwards a client may read the result and change its inputs
                 for place in crossed:
                     if place.type == "cuda":
                         torch.cuda.current_stream(place).synchronize()
@@ -85,8 +85,8 @@ class ExpertDevice:
     def is_home_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether :meth:`run` is unnecessary: no tensor need be moved, and no GPU be made the current device.
 
-        For an expert without parameters and buffers, True if the tensors are on different devices: the expert gets them
-        as they are.
+        Also return True if the expert has no parameters or buffers and the tensors are on different devices: the
+        expert gets them unchanged.
         """
         landmark = self._landmark
         device = tensors[0].device if landmark is None else landmark.device

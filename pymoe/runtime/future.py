@@ -25,7 +25,7 @@ __all__ = ["Future", "as_completed", "wait"]
 
 
 def tell(future: Any, function: Callable[[Any], Any]) -> None:
-    """Call ``function(future)`` once the future is done, on the thread that completes it, or at once if it is done.
+    """Call ``function(future)`` on the thread that completes the future, or at once if the future is done already.
 
     The call must not block.
     """

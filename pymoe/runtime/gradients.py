@@ -1,4 +1,4 @@
-"""Computes the gradients of an update from those of batches: checks them for NaN, accumulates, reduces and clips."""
+"""Computes the gradients of an update from the gradients of batches: checks, accumulates, reduces and clips them."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class GradientRule:
         clipped, the results are stored in ``.grad``, and True is returned. No gradient is changed in place, because it
         may share memory with a tensor of a client.
 
-        Gradients of a batch that are not finite are not accumulated. If all of them are finite, and only the norm of
-        the accumulated ones is not (it is computed for ``clip_grad_norm``), all accumulated gradients are dropped. In
-        both cases, return False with ``nonfinite_gradients="skip"``. With ``"step"``, nothing is checked.
+        If a gradient of the batch is not finite, the batch is not accumulated. If all are finite, but the norm that is
+        computed for ``clip_grad_norm`` is not, all accumulated gradients are dropped. In both cases, return False with
+        ``nonfinite_gradients="skip"``. With ``"step"``, nothing is checked.
 
         Raises:
             NonFiniteGradientError: gradients are not finite, and ``nonfinite_gradients`` is ``"raise"``.

@@ -19,8 +19,8 @@ class uninterrupted:
 
     The main thread may run a batch while it waits for the result of a request. If Ctrl-C interrupts the batch, the
     batch returns to its queue and is run again, because the interrupt is meant only for the waiting client. An update
-    must be neither interrupted halfway nor made twice, so it runs in such a block. A second Ctrl-C during the block is
-    not deferred, in case the block hangs.
+    must be neither interrupted halfway nor made twice, so updates run in such a block. A second Ctrl-C during the block
+    is not deferred, in case the block hangs.
     """
 
     # Not a generator with contextlib.contextmanager, which would take one microsecond longer for every batch.
@@ -47,7 +47,7 @@ class uninterrupted:
 def interrupt_soon() -> None:
     """Send SIGINT (Ctrl-C) to this thread again, :data:`DELAY_S` seconds from now.
 
-    Raised immediately, it would interrupt the batch that this thread is running, and the batch would be run again.
+    A signal at once would interrupt the batch that this thread is running, and the batch would be run again.
     """
     thread = threading.get_ident()
     try:

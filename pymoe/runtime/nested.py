@@ -28,7 +28,7 @@ def nested_pack(flat: Iterable[Any], structure: Any) -> Any:
     made from a dict.
 
     Raises:
-        ValueError: fewer or more leaves than ``structure`` has.
+        ValueError: ``flat`` has fewer or more leaves than ``structure``.
     """
     leaves = list(flat)
     count = len(nested_flatten(structure))
@@ -110,7 +110,7 @@ def _rebuild(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
             return in_order
         try:
             return type(structure)(in_order)
-        except TypeError:  # defaultdict, for example: its first argument is no mapping
+        except TypeError:  # for example a defaultdict, whose first argument is not a mapping
             return in_order
     if isinstance(structure, (list, tuple)):
         items = [_rebuild(item, make_leaf) for item in structure]

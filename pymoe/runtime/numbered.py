@@ -19,9 +19,9 @@ def numbered_backward_pool(backend: ExpertBackend) -> tuple[TaskPool, set[int]]:
     """Return a second pool for the backward pass of ``backend``, and a set of the IDs of applied requests.
 
     The pool has the options of the backend's pools, and its batches never overlap with those of these pools. A request
-    has one more tensor than in ``backend.backward_pool``, int64 of shape (rows,): the ID of the request in every row,
-    or zeros for no ID. After every batch that did not raise, the pool adds the IDs of its requests to the set. The
-    caller removes them again.
+    has one more tensor than in ``backend.backward_pool``, int64 of shape (rows,), with the request's ID in every row or
+    0 if the request needs no ID. After every batch that did not raise, the pool adds the IDs of the batch's requests to
+    the set. The caller removes them again.
 
     A result is the result of ``backend.backward_pool``, followed by an int64 tensor of shape (rows,): the number of the
     update that includes the gradient of the row, or that will include it once ``accumulate_steps`` batches have been

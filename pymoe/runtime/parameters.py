@@ -21,9 +21,9 @@ def lock_of(parameters: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return the lock that a backend holds while it reads or changes these parameters.
 
     Every parameter has exactly one re-entrant lock, which parameters of the same backend may share. So backends that
-    share a parameter exclude each other. If the parameters of a backend have several locks, the returned
-    lock takes all of them, always in the same order, so that two backends never wait for each other. While a pass waits
-    for another expert, that expert may use the locks of the pass as if it ran on the same thread.
+    share a parameter exclude each other. If the parameters of a backend have several locks, the returned lock takes all
+    of them, always in the same order, so that two backends never wait for each other. While a pass waits for another
+    expert, that expert may use the locks of the pass as if it ran on the same thread.
     """
     parameters = list(parameters)
     with _registry:
@@ -57,7 +57,7 @@ _locks = WeakIdKeyDictionary()  # parameter -> (number, lock)
 
 
 def optimized(opt: Any) -> list[nn.Parameter]:
-    """Return the parameters in the ``param_groups`` of ``opt``; an empty list if it has none."""
+    """Return the parameters in the ``param_groups`` of ``opt``; an empty list if ``opt`` has no groups."""
     return [parameter for group in getattr(opt, "param_groups", ()) for parameter in group["params"]]
 
 
@@ -73,8 +73,8 @@ def check_steps(opt: Any, scheduler: Any, alone: bool) -> None:
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got the class {one.__name__} itself")
         if not callable(getattr(one, "step", None)):
             raise TypeError(f"ExpertBackend: {what} must be {kind} or None, got {type(one).__name__}")
-        # Check the step() of the class: a learning-rate scheduler replaces the optimizer instance's step() by a
-        # wrapper whose signature still has `self`.
+        # Check the step() of the class: a learning-rate scheduler replaces the optimizer instance's step() with
+        # a wrapper whose signature still has `self`.
         step = getattr(type(one), "step", None)
         if step is None or not alone:
             continue

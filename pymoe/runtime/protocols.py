@@ -35,13 +35,13 @@ class RequestPool(Protocol):
         """Queue a request and return its future, which is used like a :class:`~pymoe.runtime.Future`."""
 
     def _try_submit(self, *tensors: Any, timeout: float | None = None, priority: float = 0.0) -> Any:
-        """Queue a request and return its future; return None if the queue is full and a pool would wait for room."""
+        """Queue a request and return its future; return None where :meth:`submit_task` would wait for room."""
 
     async def _queue(self, tensors: Sequence[Any], timeout: float | None, priority: float = 0.0) -> Any:
         """Wait until the queue has room, without blocking the event loop; queue a request and return its future."""
 
     def _idle_is_known(self) -> None:
-        """Record that a warning has said that no runtime serves this pool, so that it is not repeated."""
+        """Record that a warning has said that no runtime serves this pool, so that the pool does not repeat it."""
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from pymoe.runtime.timers import deadline_after, seconds_left
 class Place(concurrent.futures.Future):
     """The place of a request in the line for a full pool; a future whose result is the future of the request.
 
-    It is done as soon as the request has been submitted, submitting it has failed, or it has left the line.
+    The place is done as soon as the request has been submitted, its submission has failed, or it has left the line.
     """
 
     def __init__(self, line: RoomLine, timeout: float | None) -> None:
@@ -47,7 +47,7 @@ class Place(concurrent.futures.Future):
     def wait(self, seconds: float) -> Any:
         """Block until the request is submitted, and return its future.
 
-        After ``seconds`` without room, leave the line and return None. An exception of submitting is raised.
+        After ``seconds`` without room, leave the line and return None. Raise any exception of the submission.
         """
         try:
             concurrent.futures.wait([self], seconds)
@@ -63,7 +63,7 @@ class Place(concurrent.futures.Future):
 
         Raises:
             TimeoutError: there was no room within the timeout. The request has left the line.
-            Exception: any exception of submitting.
+            Exception: any exception of the submission.
         """
         return outcome(self, self._timeout)
 
@@ -81,8 +81,8 @@ class RoomLine:
 
     Args:
         wait_for_room: blocks until the pool has room, and raises RuntimeError if the pool is closed. When it returns,
-            another client may already have taken the room. It must not keep a strong reference to the pool, so that the
-            pool can be collected while the thread waits.
+            another client may already have taken the room. The function must not keep a strong reference to the pool,
+            so that the pool can be collected while the thread waits.
     """
 
     def __init__(self, wait_for_room: Callable[[], object]) -> None:
@@ -100,7 +100,7 @@ class RoomLine:
             timeout: the maximum number of seconds for which ``await`` of the place waits; None: no limit.
 
         Raises:
-            RuntimeError: the thread cannot be started. The request was not added.
+            RuntimeError: the thread that submits requests cannot be started. The request was not added.
         """
         place = Place(self, timeout)
         with self._lock:
@@ -121,11 +121,11 @@ class RoomLine:
 
     def _run(self) -> None:
         while self._submit_all():
-            with suppress(RuntimeError):  # the pool was closed: the next call of submit() raises that for its request
+            with suppress(RuntimeError):  # the pool was closed: the next submit() raises this error for its request
                 self._wait_for_room()
 
     def _submit_all(self) -> bool:
-        """Submit the requests in turn; return True if there is no room for the next one, False if none is left."""
+        """Submit the requests in turn; return True if there is no room for the next, False if no request is left."""
         while True:
             error = future = None
             with self._lock:

@@ -27,7 +27,7 @@ class Runtime:
     """Threads that run the batches of pools, the batch with the oldest request first (a priority adds to its age).
 
     Pools accept requests even before a runtime serves them. After :meth:`shutdown` they refuse requests until a runtime
-    with them starts. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). If a
+    that has them starts. Backends and pools may be added and removed at any time (:meth:`add`, :meth:`remove`). If a
     runtime is collected without a shutdown, or at interpreter exit, queued requests are cancelled and running batches
     end normally.
 
@@ -151,7 +151,7 @@ class Runtime:
             raise
 
     def shutdown(self, drain: bool = True) -> None:
-        """Refuse further requests, and wait until all are done and the workers have ended. May be called again.
+        """Refuse further requests, wait until the earlier ones are done, and end the workers. May be called again.
 
         Args:
             drain: run queued requests; otherwise requests that have not started are cancelled, and requests of
@@ -184,7 +184,7 @@ class Runtime:
                     raise RuntimeError(f"Runtime.add: the pool {pool.name!r} is still being removed")
             self._executor.take_back([pool for pool in coming if pool in self.pools])
             new = [pool for pool in coming if pool not in self.pools]
-            # Mutually exclusive pools share one strand: a pool that excludes a served pool is served already.
+            # Mutually exclusive pools are served together: a pool that excludes a served pool is served already.
             here = self.pools
             _warn_of_equal_names(new, self.pools, stacklevel=3)
             self._executor.add([one for one in new if not any(one._is_exclusive_with(pool) for pool in here)])
@@ -247,7 +247,8 @@ class Runtime:
     def stats(self) -> dict[str, PoolStats]:
         """Return the statistics of every pool, by name.
 
-        Rates cover the time since the previous call; those of the first call the time since the runtime was made.
+        Rates cover the time since the previous call. The first rates of a pool cover the time since the runtime was
+        made, or since the pool was added if that was later.
         """
         return self._reader.read()
 
@@ -298,7 +299,7 @@ def members_of(backends_or_pools: Any) -> list[Any]:
 
 
 def pools_of(backend: Any) -> list[TaskPool]:
-    """Return a list of the pools of ``backend``, or of ``backend`` itself if it is a pool.
+    """Return a list of the pools of ``backend``; if ``backend`` is a pool itself, a list with only this pool.
 
     Raises:
         TypeError: ``backend`` is neither a pool nor a backend with pools.

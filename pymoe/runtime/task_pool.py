@@ -91,7 +91,7 @@ class TaskPool(_runtime.TaskPool):
             ``pymoe_may_retry = False`` is not run again.
         on_full: ``"wait"`` blocks until there is room (at most until the request's timeout), ``"raise"`` raises
             :class:`QueueFull`.
-        schema: the prototypes of the tensors of every request, one per position.
+        schema: the prototypes of the tensors of every request, one per position; None: any tensors.
         pin_memory: gather tensors of the host in page-locked memory, for a function that copies them to a GPU.
         exclusive_with: a pool whose batches never overlap with those of this pool.
         request_timeout: the timeout of requests that are submitted without one; None: no limit.

@@ -1,9 +1,9 @@
 """Timers, which call a function at a given time: for deadlines, pauses between attempts and deferred interrupts.
 
-One daemon thread of the process waits until the first timer is due. If other timers are set, it wakes or starts another
-thread, which then waits for the next timer, before it calls the timer's function. So a function may block, or wait for
-another timer, without delaying any timer. A waiting thread that has called no function for a minute ends, unless timers
-are set and no other thread waits for them.
+One daemon thread of the process waits until the first timer is due. Before the thread calls this timer's function, it
+wakes or starts another thread if other timers are set; that thread waits for the next one. So a function may block, or
+wait for another timer, without delaying any timer. A waiting thread that has called no function for a minute ends,
+unless timers are set and no other thread waits for them.
 
 Most timers are reset or cancelled long before they are due, and this costs little: ``cancel`` never wakes the waiting
 thread, and ``reset`` wakes it only if the new time is before the thread's next wake-up. The thread may then wake up for
@@ -24,7 +24,7 @@ IDLE_S = 60.0
 """Seconds after which a waiting thread ends if it has called no function."""
 NEVER = float("inf")
 
-# Guards the variables below. Its lock is reentrant, because the garbage collector may cancel a timer at any time.
+# Guards the variables below. Reentrant, because the garbage collector may cancel a timer at any time.
 _changed = threading.Condition()
 _due: dict[TimerHandle, float] = {}  # the time of every timer that is set, on the monotonic clock
 _watching: set[threading.Thread] = set()  # the threads that wait for a timer, or are about to
@@ -44,9 +44,9 @@ def seconds_left(deadline: float | None) -> float | None:
 class TimerHandle:
     """Calls a function at a given time, on a timer thread. Thread-safe.
 
-    :meth:`reset` sets the time, at which the function is called once. Until the call begins, another :meth:`reset`
-    replaces the time, and :meth:`cancel` removes it. A timer may be reset while its function runs; if it is due before
-    the function returns, two threads run the function at the same time. Exceptions of the function are passed to
+    :meth:`reset` sets the time of the next call. Until the call begins, another :meth:`reset` replaces the time, and
+    :meth:`cancel` removes it. A timer may be reset while its function runs; if the new call is due before the function
+    returns, two threads run the function at the same time. Exceptions of the function are passed to
     ``threading.excepthook``.
     """
 
@@ -103,7 +103,7 @@ def call_later(seconds: float, function: Callable[..., Any], *arguments: Any) ->
 
 
 def call_soon(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function(*arguments)`` at once on a timer thread; if none waits or can be started, call it here."""
+    """Call ``function(*arguments)`` at once on a timer thread, or on this thread if no timer thread can be started."""
     try:
         call_later(0.0, function, *arguments)
     except RuntimeError:
@@ -143,7 +143,7 @@ def _next() -> TimerHandle | None:
             first = NEVER if timer is None else _due.get(timer, NEVER)
             if timer is not None and first <= now and _due.pop(timer, None) is not None:
                 break
-            timer = None  # do not keep it alive while this thread waits
+            timer = None  # do not keep the timer alive while this thread waits
             if now < begun + IDLE_S:
                 _wakes = min(first, begun + IDLE_S)
             elif first == NEVER or len(_watching) > 1:
@@ -154,7 +154,7 @@ def _next() -> TimerHandle | None:
             _wakes = NEVER
         _watching.discard(thread)
         if _due:
-            with suppress(RuntimeError):  # no thread can be started: this one looks for the next timer after its call
+            with suppress(RuntimeError):  # no thread can be started: this thread looks for the next timer later
                 _let_a_thread_look()
         return timer
 

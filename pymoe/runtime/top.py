@@ -42,7 +42,7 @@ Draw = Callable[[Sequence["Report"]], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What the view shows of one process: a title, and the statistics of its pools."""
+    """The content of the view for one process: a title, and the statistics of the process's pools."""
 
     title: str
     pools: tuple[PoolStats, ...]
@@ -59,8 +59,8 @@ class Viewer:
         """Connect to the socket; raise OSError if no process listens there."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # If many connect at once, connect() would fail with Python's timeout, but waits without it. So the system's own
-        # timeout limits connect(), and Python's timeout is set only afterwards.
+        # If many viewers connect at once, connect() fails with Python's timeout set, and waits without it. So the
+        # system's own timeout limits connect(), and Python's timeout is set only afterwards.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(REPORT_TIMEOUT_S), 0))
         try:
             self.socket.connect(str(path))
@@ -124,7 +124,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 
 
 class Watched:
-    """Reads the monitor at a socket, or those at all sockets in a folder; each read finds new sockets there."""
+    """Reads the monitor at a socket, or those at all sockets in a folder; each read also finds new sockets."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -168,7 +168,7 @@ class Watching(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status of :func:`show`."""
+    """Run the command and return its exit status."""
     description, _, _ = (__doc__ or "").partition("\n")
     parser = CommandLine(prog="python -m pymoe.runtime.top", description=description)
     parser.add_argument("where", nargs="?", type=Path, metavar="SOCKET|FOLDER", help="default: this user's runtimes")
@@ -195,7 +195,8 @@ def show(watched: Watching, options: argparse.Namespace, must_be_there: bool) ->
     Args:
         watched: the source of the reports. It is closed at the end.
         options: the parsed options of :func:`add_options`.
-        must_be_there: whether to fail if there is nothing to show at first, instead of waiting; ``--once`` always does.
+        must_be_there: whether to fail if there is nothing to show at first, instead of waiting; with ``--once``, it
+            always fails.
     """
     try:
         if not watched.read() and (options.once or must_be_there):
@@ -257,7 +258,7 @@ def text(reports: Sequence[Report]) -> str:
 def drawing(file: IO[str]) -> Iterator[Draw]:
     """Return a context manager that yields a function to draw reports.
 
-    With rich, the function updates the view in place. If ``file`` is no terminal or rich is not installed, it prints
+    With rich, the function updates the view in place. If ``file`` is not a terminal or rich is not installed, it prints
     one plain table after the other.
     """
     try:
@@ -275,7 +276,7 @@ def drawing(file: IO[str]) -> Iterator[Draw]:
 
 
 def plain_drawing(file: IO[str]) -> Draw:
-    """Return a function that prints reports as plain tables. While there are none, it says so only once."""
+    """Return a function that prints reports as plain tables; while there are none, the function says so only once."""
     said = False
 
     def draw(reports: Sequence[Report]) -> None:

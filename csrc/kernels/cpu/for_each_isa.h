@@ -123,8 +123,8 @@
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else
 #pragma GCC push_options
-// If the command line already allows FEAT_DotProd, keep its target: it may allow more, and inline functions that were
-// compiled for it could not be inlined into functions for a smaller target.
+// If the command line already allows FEAT_DotProd, keep the command line's target: that target may allow more, and
+// inline functions that were compiled for it could not be inlined into functions for a smaller target.
 #if !defined(__ARM_FEATURE_DOTPROD)
 #pragma GCC target("arch=armv8.2-a+dotprod")  // the target that arm_neon.h requires for vdotq_s32
 #endif

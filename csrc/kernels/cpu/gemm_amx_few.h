@@ -1,7 +1,7 @@
 // The sums of gemm_amx.h computed with vectors, for few rows of A and a B whose rows are contiguous (see gemm_amx.h; no
 // include guard on purpose).
 //
-// AMX tiles would require packing such a B, which takes longer than reading it. Fused multiply-adds read it in place,
+// AMX tiles would require packing such a B, which takes longer than reading it. Fused multiply-adds read B in place,
 // and for so few rows they keep up with memory. They add in the order of amx_tiles.h and treat subnormals as zero, so
 // their results are the same bit for bit, except for the bits of NaNs.
 

@@ -19,8 +19,8 @@ using InPlaceKernel = void (*)(int64_t k, const panel_t<T>* a, const T* b, int64
 template <typename T>
 inline constexpr int64_t kInPlaceMultiple = 2 * kStep<T>;
 
-// For up to this many rows of a panel of A, the hardware prefetcher alone is faster than with prefetch instructions.
-// For 16-bit elements it never is.
+// For up to this many rows of a panel of A, B is read faster without prefetch instructions, by the hardware prefetcher
+// alone. For 16-bit elements, prefetch instructions are always faster.
 template <typename T>
 inline constexpr int kUnaidedRows = (PYMOE_ISA_LEVEL == 4 ? 2 : 1) * (sizeof(T) >= 4);
 

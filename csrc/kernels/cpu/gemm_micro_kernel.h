@@ -1,9 +1,9 @@
 // The innermost loop of gemm: a tile of C in registers (see gemm.h; no include guard on purpose).
 //
 // The tile is nearly as large as the registers allow, so that a step of k, which loads kTileVectors vectors of B and
-// broadcasts kTileRows elements of A, performs many multiply-adds: it takes 6 x 2 of AVX2's 16 vector registers, 14 x 2
-// of AVX-512's 32, 12 x 2 of NEON's 32, and 4 x 2 of SSE2's 16 (SSE2 has no fused multiply-add and needs a register for
-// the product).
+// broadcasts kTileRows elements of A, performs many multiply-adds: the tile takes 6 x 2 of AVX2's 16 vector registers,
+// 14 x 2 of AVX-512's 32, 12 x 2 of NEON's 32, and 4 x 2 of SSE2's 16 (SSE2 has no fused multiply-add and needs a
+// register for the product).
 
 namespace pymoe::cpu::PYMOE_ISA {
 

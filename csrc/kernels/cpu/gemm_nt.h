@@ -1,8 +1,8 @@
 // The gemm of operands that are both contiguous along k, the NT case of BLAS (see gemm.h; no include guard on purpose).
 //
 // An element of C is one dot product along k, kept in one vector whose lanes are summed at the end: B is not packed,
-// and each line of B that is read is used completely. That makes it the fastest scheme for one row (B is read once, at
-// the speed of memory) and, with tiles of kNtRows rows by four columns in registers, for a few rows. The order of a sum
+// and each line of B that is read is used completely. So this scheme is the fastest for one row (B is read once, at the
+// speed of memory) and, with tiles of kNtRows rows by four columns in registers, for a few rows. The order of a sum
 // depends only on k, not on the tile; gemm_nt_packed.h adds in the same order for many rows.
 //
 // B is cut into blocks of columns that fit the second-level cache. Each is multiplied by all rows of A, a few rows at a
@@ -19,8 +19,8 @@ inline constexpr int kNtRows = 2;
 #endif
 inline constexpr int kNtColumns = 4;
 inline constexpr int64_t kNtStreamAhead = 8192;  // bytes of B
-// Intended bytes of B in a block: enough work per pass to make up for reading the rows of A. With AVX-512, twice as
-// much was 4 to 8 % faster for fp32 on a Zen 5, and no faster for bf16.
+// Target number of bytes of B in a block: enough work per pass to make up for reading the rows of A. With AVX-512,
+// twice as much was 4 to 8 % faster for fp32 on a Zen 5, and no faster for bf16.
 template <typename T>
 inline constexpr int64_t kNtBlockBytes = (PYMOE_ISA_LEVEL == 4 && sizeof(T) == 4 ? 512 : 256) << 10;
 inline constexpr int64_t kNtLineBytes = 4096;  // bytes of a row of A that are used at a time
@@ -76,8 +76,9 @@ PYMOE_INLINE void sum_lanes_of_four(vdouble (&v)[4], double* sums) {
   for (int i = 0; i < 4; ++i) sums[i] = sum_lanes(v[i]);
 }
 
-// Largest number of rows for which nt_stream is used if a row of A has at most kNtLineBytes. For longer rows of A, the
-// limit is two. Up to these limits nt_stream was faster than nt_tile on a Zen 5.
+// Largest number of rows for which nt_stream is used if a row of A, in elements of NtProduct<T>::Row, has at most
+// kNtLineBytes bytes. For longer rows, the limit is two. Up to these limits nt_stream was faster than nt_tile on a Zen
+// 5.
 template <typename T>
 inline constexpr int kNtStreamRows = Panel<T>::kDepth == 2 ? 8 : std::min(kNtRows, 3);
 

@@ -28,7 +28,7 @@ PYMOE_INLINE void transpose(vector_t<S> (&rows)[kLanes<S>]) {
   }
 #endif
   // Swaps the off-diagonal blocks of size 1, then 2, 4, ...: in rows i and i + size, the lanes of row i whose index has
-  // the bit `size` change places with the other lanes of row i + size.
+  // the bit `size` change places with the lanes of row i + size whose index lacks it.
   typedef decltype(rows[0] < rows[0]) Integers;
 #pragma GCC unroll 4
   for (int size = 1; size < kL; size *= 2) {

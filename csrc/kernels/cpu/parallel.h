@@ -16,8 +16,8 @@ namespace pymoe::cpu {
 using RangeFunction = void (*)(int64_t begin, int64_t end, void* context);
 
 struct ParallelBackend {
-  // Calls `function` on disjoint ranges that cover [begin, end), each of at least `grain` if possible, and returns when
-  // all calls have ended. `function` must not throw (parallel_for catches the exceptions of its body).
+  // Calls `function` on disjoint ranges that cover [begin, end), each of at least `grain` indices if possible, and
+  // returns when all calls have ended. `function` must not throw (parallel_for catches the exceptions of its body).
   void (*run)(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context);
   int (*num_threads)();
 };

@@ -9,8 +9,8 @@ template <typename S>
 inline constexpr int kLaneVectors = kSumLanes / kLanes<S>;
 
 // Calls f(vector, first, count, part) for all vectors of a row of `size` elements stored as T, one block of kSumLanes
-// elements after the other. `part` is the vector's index in its block; it contains the `count` elements from `first`
-// on. In the last block, `count` may be less than the number of lanes, even 0; the other lanes are then `fill`.
+// elements after the other. `part` is the vector's index in its block. The vector contains the `count` elements from
+// `first` on. In the last block, `count` may be less than the number of lanes, even 0; the other lanes are then `fill`.
 template <typename T, typename F>
 PYMOE_INLINE void for_row(const T* row, int64_t size, accumulate_t<T> fill, const F& f) {
   using S = accumulate_t<T>;

@@ -87,7 +87,7 @@ struct GroupTile {
 // read 8 tiles of x and 33 of the weight, instead of up to 264 of the weight if they took row after row.
 inline constexpr unsigned kBand = 8;
 
-// Returns the tile of a block, which has no rows if the block is past the last tile. All lanes of a warp call the
+// Returns the tile of a block. The tile has no rows if the block is past the last tile. All lanes of a warp call the
 // function together, with the same block.
 PYMOE_DEVICE GroupTile find_tile(const GroupPlan& plan, int experts, int64_t rows, int tile_rows, unsigned block,
                                  unsigned column_tiles) {

@@ -48,8 +48,8 @@ void launch(const char* operator_name, void (*kernel)(Parameters...), const Laun
   }
 #if defined(__CUDACC__)
   if (shape.shared_bytes > kUsualSharedBytes) {
-    // Always set the largest limit. It belongs to the kernel and is shared by all threads: a launch that set only what
-    // it needs could lower the limit below what another thread's launch needs.
+    // Always set the largest limit. The limit is a property of the kernel and is shared by all threads: a launch that
+    // set only what it needs could lower the limit below what another thread's launch needs.
     check(operator_name,
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kMostSharedBytes)));

@@ -24,7 +24,7 @@
 
 namespace pymoe::cuda {
 
-// Addresses in shared memory are sums of 32 bits, so that many offsets can share one base.
+// Addresses in shared memory are computed as 32-bit sums, so that many offsets can share one base.
 #define PYMOE_LOAD_MATRICES(name, modifier)                                                     \
   template <typename T>                                                                         \
   PYMOE_DEVICE void name(uint32_t(&to)[4], const T* tile, int offset) {                         \

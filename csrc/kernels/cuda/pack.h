@@ -48,7 +48,7 @@ PYMOE_DEVICE P load_pack_streaming(const T* from) {
 }
 
 // load_pack_if and load_pack_streaming_if load a pack if `there` is true; otherwise they return zeros without reading
-// `from`. They select the whole word, not element by element.
+// `from`. The choice is made once for the whole word, not for each element.
 template <typename P, typename T>
 PYMOE_DEVICE P load_pack_if(bool there, const T* from) {
   word_of<P> word{};

@@ -18,8 +18,8 @@ namespace pymoe::cuda {
 
 inline constexpr int kTileRows = 64, kTileColumns = 128;
 
-// Calls compute(a_tile, b_tile) for every step of the depth. `a_shared` and `b_shared` hold two tiles of the given
-// sizes.
+// Calls compute(a_tile, b_tile) for every step of the depth. `a_shared` has room for two tiles of `a_size` elements,
+// `b_shared` for two of `b_size`.
 template <typename T, typename A, typename B, typename Compute>
 PYMOE_DEVICE void for_each_step(A& a, B& b, int64_t depth, T* a_shared, int a_size, TileLayout a_layout, T* b_shared,
                                 int b_size, TileLayout b_layout, Compute&& compute) {

@@ -41,8 +41,8 @@ struct Operand {
   bool whole;       // true if a pack is one aligned access, and its elements exist all or none
   Places places;
 
-  // Makes the operand begin at its i-th row or depth, whichever `places` describes; `stride` is the distance
-  // between consecutive ones.
+  // Makes the operand begin at its i-th row or depth, whichever `places` describes; `stride` is the distance in
+  // elements between consecutive rows or depths.
   PYMOE_DEVICE void begin_at(int64_t i, int64_t stride) {
     data += places.moves(i) * stride;
     places = places.from(i);
@@ -130,7 +130,7 @@ struct TileLoader {
     }
   }
 
-  // Returns the thread's pack i of the next tile; null if an order has none there.
+  // Returns the address of the thread's pack i of the next tile; null if the order has no element there.
   PYMOE_DEVICE const T* pack_at(int i) const {
     if constexpr (Places::kGiven) {
       const int64_t place = places(i * (row_step + depth_step));

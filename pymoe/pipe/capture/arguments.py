@@ -57,8 +57,8 @@ class _Slot:
 
 
 class Arguments:
-    """Describes how the arguments of a model's ``forward`` were passed when it was captured. Calls may pass them
-    differently: by name or position, in another order, with or without arguments that equal their defaults.
+    """Describes how arguments were passed to a model's ``forward`` in the capture. Calls may pass them differently: by
+    name or position, in another order, with or without arguments that equal their defaults.
 
     Raises:
         CaptureError: a leaf of the arguments is neither a tensor nor of a class in ``CONSTANTS``.
@@ -97,7 +97,8 @@ class Arguments:
         """Return the leaves of a call of the model, in the order of ``names``.
 
         Raises:
-            TypeError: the call's signature, or the structure of an argument, differs from the captured one.
+            TypeError: the call's signature, or the structure of an argument, differs from the captured one; or an
+                argument that had its default in the capture has another value.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec == self.spec:
@@ -243,7 +244,7 @@ class InputChecks:
     """The line of code that fixed a size, by (leaf, dimension)."""
 
     def check(self, values: Sequence[Any]) -> None:
-        """Raise ValueError if the leaves ``values`` do not fit; the message names the argument and the dimension."""
+        """Raise ValueError if the leaves ``values`` do not fit; the message says which argument or size does not."""
         arguments = self.arguments
         if len(values) != len(arguments.names):
             raise ValueError(f"expected {len(arguments.names)} leaves, as in the capture, got {len(values)}")
@@ -376,8 +377,8 @@ class _ShapeGuards(list[Any]):
         """
 
     def listening(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``evaluate``, torch's evaluation of a symbolic condition on sizes, so that conditions evaluated by the
-        model's own code are recorded in ``answers``.
+        """Wrap ``evaluate``, torch's evaluation of a symbolic condition on sizes, so that conditions that the model's
+        own code evaluates are recorded in ``answers``.
         """
         import sympy  # type: ignore[import-not-found, import-untyped]
 
@@ -408,7 +409,8 @@ def _users_line(frame: FrameType | None) -> str:
 
 
 def _is_asked_by_model(frame: FrameType | None) -> bool:
-    """Return whether the model's code or ``torch.nn`` asked for the conversion of a size to a number in ``frame``.
+    """Return whether ``frame`` evaluates a size or a condition because the model's code or ``torch.nn`` has converted
+    it to a Python number or bool.
 
     Operators also test sizes (to broadcast, for example), but they repeat the test whenever the graph runs, so the
     capture need not record it.
@@ -425,9 +427,9 @@ def _is_asked_by_model(frame: FrameType | None) -> bool:
 
 def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
     """Return the conditions on sizes under which a graph is valid: pairs of a sympy expression and the line that tested
-    it.
+    it, or "" if that line is not known.
 
-    Conditions that operators have tested are left out if they hold for all sizes that are tried (at least 2).
+    Conditions that operators have tested are left out if they hold for all sizes in ``_TRIED``, which are at least 2.
     """
     guards = environment.guards
     if not isinstance(guards, _ShapeGuards):
@@ -437,7 +439,7 @@ def conditions_asked(environment: Any) -> list[tuple[Any, str]]:
 
 
 def _holds_from_two(expression: Any) -> bool:
-    """Return whether a condition holds for all sizes that are tried, which are at least 2."""
+    """Return whether a condition on free sizes holds for all tried combinations of the sizes in ``_TRIED``."""
     symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
     if not symbols:
         return False

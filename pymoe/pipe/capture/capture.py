@@ -74,7 +74,7 @@ def capture(
     kwargs = kwargs or {}
     arguments = Arguments(model.forward, args, kwargs)
     ways = list(trials(model.forward, args, kwargs, dynamic_shapes))
-    external = ExternalValues(model)  # including those of opaque modules, whose changes must be undone
+    external = ExternalValues(model)  # opaque modules included: their changes of such values must be undone
     ambient = ambient_answers()
     opened: set[str] = set()  # opaque modules with boundaries inside
     closed: set[str] = set()  # modules whose forward changes their attributes
@@ -114,7 +114,7 @@ def _first_to_succeed(new_run: Callable[[], ModelRun], ways: Sequence[Trial]) ->
     failure: BaseException | None = None
     for trial in ways:
         if failure is not None and branches_on_values(failure) and any(trial[0]):
-            continue  # only a capture without free dimensions may still succeed
+            continue  # only a trial without free dimensions may still succeed
         run = new_run()
         try:
             return _export(run, trial), run
@@ -146,9 +146,12 @@ def _export(run: ModelRun, trial: Trial) -> Any:
 
 
 def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
-    """Return a function that makes the guards of a model, which check the assumptions of the capture.
+    """Return a function that makes, for a model, the guards that check the assumptions of the capture.
 
     Attributes that the model's own run changed are not guarded.
+
+    Raises:
+        CaptureError: changes of a value that the model's code has read could not be noticed.
     """
     reads = run.recorder.reads
     # The graph may be valid only for the dtypes of the example: if ``x`` is float32, ``x.float()`` is ``x`` itself and
@@ -171,8 +174,9 @@ def _guards(program: Any, run: ModelRun) -> Callable[[nn.Module], Guards]:
 def _refusal(
     run: ModelRun, trial: Trial, side_effects: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> CaptureError:
-    """Return the error for ``side_effects`` or ``changes``, which a graph cannot reproduce. ``run`` runs the model
-    again to find the line of code that causes them.
+    """Return the error for ``side_effects`` or, if there are none, for ``changes``: a graph cannot reproduce either.
+
+    The model runs again, with ``run``, so that the error can name the line of code that causes them.
     """
     with suppress(Exception, Stopped):
         _export(run, trial)
@@ -190,7 +194,7 @@ def _refusal(
 
 @contextmanager
 def _cleared(caches: Collection[Any]) -> Iterator[None]:
-    """After the block, empty those ``caches`` to which it has added entries, since these may contain fake tensors."""
+    """After the block, empty ``caches`` to which the block has added entries: such entries may contain fake tensors."""
     misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
@@ -203,7 +207,7 @@ def _cleared(caches: Collection[Any]) -> Iterator[None]:
 @contextmanager
 def _plain_surroundings(any_size: bool) -> Iterator[None]:
     """Run the block in a fixed state (gradients on, no autocast). The caller's state applies when the graph runs."""
-    config: Any = _torch_private.fx_config  # imported here, by the first access
+    config: Any = _torch_private.fx_config  # the first access imports this module
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -356,10 +360,11 @@ class _Builder:
         return InputChecks(self._run.arguments, sizes, conditions, limits, fixed)
 
     def _conditions(self) -> tuple[dict[Any, str], dict[tuple[int, int], str]]:
-        """Return the line that tests each of the graph's conditions on free sizes, and the line that fixed each fixed
-        dimension.
+        """Return two dicts, whose values are lines of code.
 
-        The first dict is by sympy expression, the second by the number of an argument's leaf and the dimension.
+        The keys of the first are conditions on free sizes (sympy expressions), each with the line that tests it, or ""
+        if that is not known. The keys of the second are fixed dimensions (number of the argument's leaf, dimension),
+        each with the line that fixes it.
         """
         modes = [getattr(node.meta.get("val"), "fake_mode", None) for node in self._inputs.values()]
         environment = next((mode.shape_env for mode in modes if mode is not None and mode.shape_env), None)
@@ -408,11 +413,11 @@ class _Builder:
 
 
 def _resolve(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
-    """Replace torch's operators for blocks by regions, and markers of opaque calls by entries of ``calls``, in an
+    """Replace torch's operators for blocks with regions, and markers of opaque calls with entries of ``calls``, in an
     exported graph and in its blocks. In the metadata of nodes, give modules the names that they have in the model.
     """
     hop = torch.ops.higher_order
-    for node in reversed(list(module.graph.nodes)):  # reversed, so that the users of a block precede its node
+    for node in reversed(list(module.graph.nodes)):  # in reverse, because a block's node is erased after its users
         if node.target is OPAQUE_CALL:
             number, *values = node.args
             node.target, node.args = calls[number], tuple(values)
@@ -451,8 +456,8 @@ def _users_meta(node: fx.Node) -> dict[str, Any]:
 
 
 def _on_model(graph: fx.Graph, model: nn.Module, constants: dict[str, Tensor]) -> fx.GraphModule:
-    """Return a module with the graph ``graph``, in which ``get_attr`` refers to a parameter or buffer of ``model``, or
-    to one of ``constants``.
+    """Return a module that runs ``graph``. Each ``get_attr`` node refers to a parameter or buffer of ``model``, or to
+    one of ``constants``.
 
     The returned module has no parameters of its own: its submodules share the dictionaries of the model's modules, and
     so use parameters and buffers that the model gets later. Opaque modules in it are those of the model. Its

@@ -127,7 +127,7 @@ def reachable(values: list[Any], own: Collection[int], seen: dict[int, Any]) -> 
 
 
 def has_many_scalars(held: list[Any]) -> bool:
-    """Return whether a container's contents, ``held``, are only numbers and strings, and too many to look at each."""
+    """Return whether a container's contents, ``held``, are only numbers and strings, and too many to read singly."""
     return len(held) >= 32 and set(map(type, held)) <= SCALARS
 
 
@@ -161,7 +161,7 @@ def _make_holder(kind: type, value: Any) -> Holder:
 
 
 def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Holder:
-    """Return a :class:`Holder` that reads what ``base`` reads, the object's attributes, and its class."""
+    """Return a :class:`Holder` that reads what ``base`` reads, attributes and, if it may change, the value's class."""
     about_class = [] if _is_finished(kind) else [kind]
     if not slots and not has_dict and not about_class:
         return base
@@ -180,7 +180,7 @@ def _composed(kind: type, base: Holder, slots: list[Any], has_dict: bool) -> Hol
 
 
 def dict_of(value: Any) -> Any:
-    """Return the dictionary of an object's attributes, bypassing the code of its class; None if it has none."""
+    """Return an object's dictionary of attributes, without running its class's code; None if it has no dictionary."""
     try:
         if isinstance(value, threading.local):
             return value.__dict__  # a thread-local object: this thread's attributes
@@ -190,9 +190,9 @@ def dict_of(value: Any) -> Any:
 
 
 def _pickled(value: Any) -> Holder:
-    """Return a :class:`Holder` for objects of a class in C.
+    """Return a :class:`Holder` for the class of ``value``, which is written in C and shows no attributes.
 
-    Their state is what ``pickle`` saves; if it cannot save ``value``, their contents count as unreadable.
+    The state of its objects is what ``pickle`` saves. If ``pickle`` cannot save ``value``, they count as unreadable.
     """
     try:
         _bytes_of(value)
@@ -208,15 +208,15 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _is_finished(kind: type) -> bool:
-    """Return whether a class is part of Python, torch, numpy or pymoe: it is assumed not to change, and is not read."""
+    """Return whether a class is part of Python, torch, numpy or pymoe. Such classes are assumed not to change."""
     home: Any = kind.__module__
-    return not isinstance(home, str) or is_installed(home)  # for a metaclass in C, ``home`` is a descriptor
+    return not isinstance(home, str) or is_installed(home)  # for a metaclass written in C, ``home`` is a descriptor
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that can have state: all except ``_abc_*`` and dunders that are not functions.
+    """Return those attributes of a class that can have state: all except ``_abc_*`` and dunders that are no functions.
 
-    Empty for classes of Python, torch, numpy and pymoe.
+    Return {} for classes of Python, torch, numpy and pymoe.
     """
     if _is_finished(kind):
         return {}

@@ -71,7 +71,11 @@ class ModelRun:
         self._finds_line = finds_line
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
-        """Run the model on the tensors among the arguments' leaves. Return the computed leaves of the output."""
+        """Run the model with ``tensors`` as the tensors among the arguments. Return the computed leaves of the output.
+
+        Raises:
+            Stopped: the model raised an exception, or its output has leaves that a graph cannot return.
+        """
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Like) else leaf for leaf in self.arguments.examples]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments.spec)
@@ -116,7 +120,7 @@ class ModelRun:
         return found
 
     def _attributes(self) -> dict[tuple[str, str], Snapshots]:
-        """Return snapshots of the attributes of the user's modules that are not opaque, by (module, attribute)."""
+        """Return snapshots of the attributes of the non-opaque modules of the user, by (module, attribute)."""
         return {
             (path, name): Snapshots(
                 [(f"{path}.{name}".lstrip("."), partial(module.__dict__.get, name), "{}")],
@@ -222,7 +226,7 @@ class SideEffects:
     """Watches random generators, and values outside of the model, for changes made after this object was made."""
 
     def __init__(self, external: Sequence[ExternalValue], own: Collection[int]) -> None:
-        self._watches: list[Callable[[], _Watched]] = []  # functions that begin to watch a value
+        self._watches: list[Callable[[], _Watched]] = []  # each begins to watch one value
         self._watched: list[_Watched] = []
         self._add_generator("draws random numbers from Python's `random`", random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
@@ -242,7 +246,7 @@ class SideEffects:
             self._add_generator(f"draws random numbers from {name}", *generator)
 
     def words(self) -> list[str]:
-        """Return a phrase for everything that has changed."""
+        """Return one phrase for each watched value that has changed."""
         return [words for change, _ in self._watched if (words := change()) is not None]
 
     def undo(self) -> None:

@@ -51,7 +51,7 @@ _REASONS = (
 
 
 def capture_error(error: BaseException, place: str | None = None) -> CaptureError:
-    """Return a CaptureError for ``error`` that names the line of code, the reason and the alternatives.
+    """Return a CaptureError for ``error``. Its message names the line of code, the reason and the alternatives.
 
     ``place``: the line, as :func:`describe_line` formats it; None: the innermost line of the user's code in the
     traceback.
@@ -106,7 +106,7 @@ _INTERACTIVE = ("<stdin>", "<python-input-", "<ipython-input-")
 
 
 def is_library(file: str) -> bool:
-    """Return whether a file is part of torch, pymoe or ``contextlib``, or is generated (not interactive) code."""
+    """Return whether a file is part of torch, pymoe or ``contextlib``, or generated code (other than typed input)."""
     return file.startswith(_LIBRARIES) and not file.startswith(_INTERACTIVE)
 
 

@@ -121,7 +121,7 @@ class ExternalValues:
         self._methods: dict[str, list[Any]] = {}  # by name: methods that the code has not named so far
         modules = [(path, module) for path, module in model.named_modules() if not is_within(path, opaque)]
         for _, module in modules:
-            # Left out: files of libraries, and modules whose forward is not a Python function, such as those of
+            # Leave out files of libraries, and modules whose forward is not a Python function, such as those of
             # TorchScript.
             if not is_library(file := _file_of(getattr(type(module), "forward", None))):
                 self.files.add(file)
@@ -164,8 +164,8 @@ class ExternalValues:
                     self._method(vars(base).get(name))
 
     def _data_of_class(self, kind: type) -> None:
-        """Search the attributes of a class, except for descriptors such as methods, if the code names them, as in
-        ``type(self).name``.
+        """Search those attributes of a class that the code names, as in ``type(self).name``; descriptors, such as
+        methods, are left out.
         """
         for base in kind.__mro__:
             if not _is_pythons(base.__module__):
@@ -234,11 +234,11 @@ class ExternalValues:
                 self._look_up(constant, variables)
             if isinstance(constant, types.CodeType):
                 self._code(constant, variables)
-            elif isinstance(constant, str) and constant.isidentifier():  # getattr(object, "name")
+            elif isinstance(constant, str) and constant.isidentifier():  # as in getattr(object, "name")
                 self._name_attribute(constant)
 
     def _look_up(self, text: str, variables: dict[str, Any]) -> None:
-        """Search what ``text``, a string constant, may name in code that looks up names: a module, or variables."""
+        """Search the values that ``text``, a string in code that looks up names, may name: a module, or variables."""
         module = sys.modules.get(text)
         if module is not None and self._is_users(getattr(module, "__file__", None) or "<"):
             self._taken(ExternalValue(text, {text: module}, text), [])
@@ -315,12 +315,12 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAS
 
 
 def _is_pythons(module: str) -> bool:
-    """Return whether a Python module is part of Python, torch or pymoe, whose functions are assumed not to change."""
+    """Return whether a module is part of Python, torch or pymoe. Functions there are assumed not to change."""
     package = module.partition(".")[0]
     return package in sys.stdlib_module_names or package in ("builtins", "torch", "pymoe")
 
 
 def _file_of(function: Any) -> str:
-    """Return the file of a function's code, or ``"<"``, which is no user's file, if the function has no code."""
+    """Return the file of a function's code; if it has no code, ``"<"``, which never counts as a user's file."""
     code = getattr(function, "__code__", None)
     return "<" if code is None else str(code.co_filename)

@@ -214,7 +214,7 @@ def ask(name: str, args: tuple[Any, ...]) -> Any:
 class ReadRecorder:
     """Records what the model's code reads on this thread within ``with recorder.on():``, except in :meth:`paused`.
 
-    ``ambient`` is the caller's state: if the model's code asks torch for its state, it gets this instead of the state
+    ``ambient`` is the caller's state. If the model's code asks for torch's state, it gets this one instead of the state
     that the capture has set.
     """
 
@@ -225,7 +225,7 @@ class ReadRecorder:
         # torch.export calls the methods of a module on a substitute object with the same ``__dict__``, so modules are
         # identified by their ``__dict__``.
         self._paths = {id(module.__dict__): path for path, module in model.named_modules()}
-        # torch.export also replaces parameters and buffers by other tensors, which lack the Python attributes of the
+        # torch.export also replaces parameters and buffers with other tensors, which lack the Python attributes of the
         # originals. So keep the originals.
         self._tensors = [
             (path, kind, name, module.__dict__[kind], tensor)
@@ -253,7 +253,7 @@ class ReadRecorder:
         return real and (self._ambient[key] or tensor.is_leaf)
 
     def hears(self, frame: FrameType, passed_over: tuple[str, ...] = ()) -> bool:
-        """Return whether code in ``frame`` reads on behalf of the model's code, so that this must be recorded."""
+        """Return whether a read in ``frame`` is made by the model's code and must be recorded."""
         return self._hears() and not _asked_by_library(frame, passed_over)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -262,11 +262,11 @@ class ReadRecorder:
 
     @contextmanager
     def on(self, functions: Sequence[ExternalValue] = ()) -> Iterator[None]:
-        """Within the block, record what the model's code reads from modules, the environment, and torch's state. Raise
-        CaptureError if it asks for torch's seeds or for random numbers from the operating system.
+        """Within the block, record what the model's code reads from modules, the environment, and torch's state. Calls
+        that read or set torch's seeds, or take random numbers from the operating system, raise CaptureError.
 
-        ``functions``: places outside of torch from which the model's code takes functions. The block also replaces
-        torch's functions there.
+        ``functions``: places outside of torch from which the model's code takes functions. If torch's functions are
+        there, they are replaced during the block, too.
         """
         self._plain = ambient_answers()
         environment: Any = type(os.environ)
@@ -321,7 +321,7 @@ class ReadRecorder:
             if name not in _MODULES_OWN and self._hears():
                 self._note(module, name)
             elif name == "__dict__" and self._is_model_asking():
-                for each in list(value):  # such as vars(self)
+                for each in list(value):  # the code may read any of them, as with vars(self)
                     if each not in _MODULES_OWN:
                         self._note(module, each)
             return value
@@ -374,7 +374,7 @@ class ReadRecorder:
             if not self._is_model_asking():
                 return real
             key = name, (*args, *kwargs.values())
-            # An answer that differs from that of the capture's own state was set by a block in the model: keep it.
+            # If the answer differs from the capture's own state, a block in the model has set it: keep it.
             if key not in self._ambient or real != self._plain[key]:
                 return real
             self.reads.ambient[key] = self._ambient[key]
@@ -405,8 +405,10 @@ _ENVIRONMENT = (_STDLIB + "os.py", _STDLIB + "_collections_abc.py", "<frozen")
 
 
 def _asked_by_library(frame: FrameType | None, passed_over: tuple[str, ...] = ()) -> bool:
-    """Return whether ``frame`` runs code of torch or pymoe, and not of the model. Code in files of ``passed_over``
-    reads for its caller, so the caller's frame is tested instead.
+    """Return whether ``frame`` runs code of a library (see :func:`is_library`), not of the model; True for None.
+
+    Code in files whose paths begin with one of ``passed_over`` reads for its caller, so the caller's frame is tested
+    instead.
     """
     while passed_over and frame is not None and frame.f_code.co_filename.startswith(passed_over):
         frame = frame.f_back
@@ -423,7 +425,7 @@ class Guards:
     """Checks the assumptions of a capture: modes, hooks, submodules, shapes of parameters, and the values that the
     model's code has read.
 
-    ``model`` may be another model than the captured one if it has the same submodules. ``opaque``: qualified names of
+    ``model`` may be a model other than the captured one, with the same submodules. ``opaque``: qualified names of
     the opaque modules, whose contents are not checked.
     """
 
@@ -472,7 +474,7 @@ class Guards:
             now = zip(self._dictionaries(), self._structure, strict=True)
             return next((label for (label, dictionary), kept in now if not have_same_items(dictionary, kept)), None)
         for dictionary, size in expected.sizes:
-            if len(dictionary) != size:  # an added or removed name changes hasattr()
+            if len(dictionary) != size:  # a name was added or removed, which changes hasattr()
                 return "a parameter or buffer"
         for entry in expected.state:
             dictionary, name, value, shape, label = entry
@@ -498,7 +500,7 @@ class Guards:
         return None
 
     def precision_change(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """Return the model's floating-point dtype at the capture and now; None if it was or is not the only one."""
+        """Return the model's floating-point dtype at the capture and the one now; None unless both are unique."""
         both = self._dtypes, self._dtypes_now()
         before, now = ({dtype for dtype in dtypes if dtype and dtype.is_floating_point} for dtypes in both)
         return (before.pop(), now.pop()) if len(before) == len(now) == 1 else None
@@ -588,7 +590,7 @@ class Guards:
         return [(path, module) for path, module in self._modules.items() if path not in self._opaque]
 
     def _dictionaries(self) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """Yield the dictionaries of submodules and hooks of the traced modules, with their labels."""
+        """Yield, with labels, the dictionaries of the traced modules' submodules and hooks, and of global hooks."""
         for path, module in self._traced():
             where = repr(path) if path else "the model"
             yield f"the submodules of {where}", module.__dict__["_modules"]
@@ -606,10 +608,13 @@ class Guards:
 
     def _classes_now(self) -> list[str]:
         kinds = [type(module) for module in self._modules.values()]
-        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # names, as some classes cannot be pickled
+        return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]  # not the classes: some cannot be pickled
 
     def _sharing_now(self) -> list[int | None]:
-        """Return, for each parameter and buffer in order, the index of the first one that is the same tensor."""
+        """Return, for each parameter and buffer in order, the index of the first one that is the same tensor.
+
+        For an entry that is None, return None.
+        """
         everything = (
             value for module in self._model.modules() for kind in TENSORS for value in module.__dict__[kind].values()
         )

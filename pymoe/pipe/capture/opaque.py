@@ -74,7 +74,7 @@ class OpaqueCall:
         return [leaf for leaf in leaves if isinstance(leaf, COMPUTED_TYPES)]
 
     def flatten_result(self, result: Any) -> list[Any]:
-        """Remember which leaves of a result are computed, and return them."""
+        """Remember which leaves of a result are computed, and return these leaves."""
         leaves = pytree.tree_leaves(result)
         self._kept = [number for number, leaf in enumerate(leaves) if isinstance(leaf, COMPUTED_TYPES)]
         return [leaves[number] for number in self._kept]
@@ -115,7 +115,7 @@ _running = threading.local()
 
 
 def calling_as_a_whole(path: str) -> AbstractContextManager[None]:
-    """Refuse stage boundaries in the block. An opaque call runs there, outside of the graph, so they would be lost."""
+    """Refuse stage boundaries in the block: it runs an opaque call, outside of the graph, so they would be lost."""
     replacements: list[tuple[Any, str, Any]] = [(_running, "path", path)]
     if "torch.distributed.pipelining._IR" in sys.modules and hasattr(torch.ops.pippy, "_pipe_split"):
         replacements.append((torch.ops.pippy, "_pipe_split", refuse_boundary))  # called by torch's pipe_split()
@@ -136,7 +136,7 @@ class RealModule:
         self._tensors = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
 
     def copy(self) -> nn.Module:
-        """Return a copy of the module with copies of the kept parameters and buffers."""
+        """Return a copy of the module with copies of the kept parameters and buffers, and without stage boundaries."""
         with attributes_restored(self.module):
             for part, parameters, buffers in self._tensors:
                 part.__dict__["_compiled_call_impl"] = None
@@ -147,7 +147,7 @@ class RealModule:
 
 
 def without_boundaries(module: nn.Module) -> None:
-    """Remove the stage boundaries from a module's hooks; the caller runs them elsewhere and restores the hooks."""
+    """Remove the stage boundaries from a module's hooks. The caller must restore the hooks."""
     for kind in FORWARD_HOOKS:
         hooks = module.__dict__[kind]
         module.__dict__[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if not is_boundary(hook))
@@ -158,7 +158,7 @@ Opaque = Iterable[type[nn.Module] | str]
 
 
 def must_be_opaque(model: nn.Module, opaque: Opaque, path: str) -> bool:
-    """Return whether the module at ``path`` is opaque for a reason other than forward hooks or changed attributes."""
+    """Return whether the module at ``path`` is opaque even with stage boundaries inside, or is in such a module."""
     return is_within(path, choose_opaque(model, opaque, opened={name for name, _ in model.named_modules()}, closed=()))
 
 
@@ -168,9 +168,9 @@ def choose_opaque(
     """Return the outermost opaque modules of a model, by qualified name.
 
     These are the modules in ``opaque``; layers of ``pymoe.nn`` that count or inject losses; deferred batch norms;
-    modules with backward hooks; recurrent layers, whose graph would be valid for one length only; and, except for the
-    model itself and modules with boundaries inside (``opened``), modules with forward hooks and modules whose forward
-    changes their attributes (``closed``).
+    modules with backward hooks; recurrent layers, whose graph would be valid for one length only; modules with forward
+    hooks; and modules whose forward changes their attributes (``closed``). The last two kinds exclude the model itself
+    and modules with boundaries inside (``opened``).
 
     Raises:
         TypeError: an entry of ``opaque`` is neither a type of modules nor a name.
@@ -214,19 +214,19 @@ def _has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-# Shapes of what an opaque call returns.
+# Shapes of the results of opaque calls.
 
 
 def infer_by_running(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any
 ) -> Any:
-    """Return the fake result of ``function`` for fake arguments, inferred from results for real arguments of two sizes.
+    """Return the fake result of ``function`` for fake arguments, inferred from results for two sets of real sizes.
 
     Every dimension of the results must be a constant, a free dimension of the arguments, a product of two free
     dimensions, or a multiple or fraction of a free dimension or of such a product.
 
     Raises:
-        CaptureError: a dimension of the results has another form, or their number of dimensions depends on the sizes.
+        CaptureError: a result has a dimension of another form, or a number of dimensions that depends on the sizes.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     sizes = list({size.node.expr: size for size in symbolic_sizes(leaves) if not size.node.expr.is_number}.values())
@@ -302,7 +302,7 @@ def _real(leaf: Any, numbers: dict[Any, int]) -> Any:
 
 
 def example_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor with the dtype and device of ``like``: random floats, or zeros, which are valid indices."""
+    """Return a tensor with the dtype and device of ``like``: random numbers, or zeros (valid indices) for integers."""
     make = torch.rand if like.is_floating_point() or like.is_complex() else torch.zeros
     return make(shape, dtype=like.dtype, device=like.device)
 
@@ -392,7 +392,7 @@ class OpaqueCalls:
 
     @contextmanager
     def intercepted(self, modules: Mapping[str, RealModule]) -> Iterator[None]:
-        """Intercept calls of ``modules`` and autograd Functions in the block; use it in :func:`attributes_restored`."""
+        """In the block, intercept calls of ``modules`` and autograd Functions. Needs :func:`attributes_restored`."""
         for path, module in modules.items():
             module.module.__dict__["_compiled_call_impl"] = self._module_call(path, module)
         segments = torch.utils.checkpoint.CheckpointFunction
@@ -440,8 +440,8 @@ class OpaqueCalls:
         return call
 
     def _record(self, call: OpaqueCall, run: _Call | None, real: Callable[[], _Call], args: Any, kwargs: Any) -> Any:
-        """Add a node for the call, and return the call's fake result, which becomes the value of the node. It comes
-        from ``run`` with fake arguments; if ``run`` is None or fails, from ``real()`` with real arguments.
+        """Add a node for the call, and return the call's fake result, which becomes the value of the node. The result
+        comes from ``run`` with fake arguments; if ``run`` is None or fails, from ``real()`` with real arguments.
         """
         from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
@@ -533,7 +533,7 @@ class _Refusing(TorchFunctionMode):
             )
         if (reason := _LOST.get(func)) is not None:
             raise CaptureError(reason)
-        # The mode with which torch.export records autocast has this list of the blocks that are open.
+        # torch.export's function mode for autocast lists the open blocks in its attribute ``enter_autocast_nodes``.
         modes = get_current_function_mode_stack() if func is set_grad_enabled else ()
         if any(getattr(mode, "enter_autocast_nodes", None) for mode in modes) and args[0] != torch.is_grad_enabled():
             raise CaptureError(
@@ -550,7 +550,7 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 
     ``torch.inference_mode`` acts like ``torch.no_grad``, which a graph can contain. Lines that test sizes of
     ``tensors`` are recorded. Real tensors that require gradients are added to ``held`` when torch functions take them.
-    ``recorder`` records the properties of tensors that code reads.
+    ``recorder`` records which properties of tensors are read.
     """
     fake_mode = detect_fake_mode(list(tensors))
     blocks: list[Any] = []
@@ -585,8 +585,8 @@ def refusing_lost_calls(tensors: Sequence[Tensor], held: Held, recorder: ReadRec
 class FunctionCalls:
     """Redirects calls of autograd Functions to ``instead``, if ``is_asked`` returns True when a call begins.
 
-    ``instead`` takes the class, the ``apply`` of that class and a tuple of the arguments, and returns what the call
-    returns. It runs in the caller's grad mode.
+    ``instead`` takes the class, the ``apply`` of that class and a tuple of the arguments. It runs in the caller's grad
+    mode, and its result becomes the result of the call.
     """
 
     def __init__(self, instead: Callable[..., Any], is_asked: Callable[[type], bool]) -> None:

@@ -66,14 +66,14 @@ class _Contents(NamedTuple):
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a ``bytearray``, an ``array.array``, or a numpy array of numbers with a dimension."""
+    """Return whether a value is a ``bytearray``, an ``array.array``, or a numpy array of numbers, not a scalar."""
     if isinstance(value, (bytearray, array.array)):
         return True
     return is_numpy_array(value) and value.ndim > 0 and not value.dtype.hasobject
 
 
 class Changes(list[str]):
-    """Copies of containers' contents, to undo later changes; :meth:`restore` appends the names of changed values."""
+    """A list to which :meth:`restore` adds the names of changed values. Keeps containers' contents, to undo changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def freeze(
     ``own``: ids of objects whose contents are ignored, because they are checked elsewhere. ``watch``: gets the values
     that may change. ``names``: a list with the name of the value; the names of the values in it are appended, in the
     order of the tokens. Raises Unwatchable if the value contains more than a million others or, with ``is_strict``, if
-    it or a value in its containers is of a class that hides its state.
+    the value, or one in its containers, is of a class that hides its state.
     """
     tokens: Tokens = []
     seen: dict[int, int] = {}
@@ -250,7 +250,7 @@ def freeze(
 
 def _scalar(value: Any) -> tuple[Any, ...]:
     if isinstance(value, float):
-        return type(value), "nan" if math.isnan(value) else float(value).hex()  # NaN all equal, 0.0 != -0.0
+        return type(value), "nan" if math.isnan(value) else float(value).hex()  # all NaN are equal, 0.0 is not -0.0
     if isinstance(value, complex):
         return type(value), _scalar(value.real), _scalar(value.imag)
     if isinstance(value, slice):
@@ -263,9 +263,9 @@ def _name(names: list[str] | None, number: int) -> str:
 
 
 def _name_held(names: list[str], name: str, suffixes: list[str], count: int) -> None:
-    """Append to ``names`` the names of the ``count`` contents of the value ``name``.
+    """Append to ``names`` a name for each of the ``count`` values within the value named ``name``.
 
-    A name that ends with a dot is the name of an object's dictionary of attributes.
+    A name that ends with a dot is that of an object's dictionary of attributes.
     """
     if name.endswith("."):
         suffixes = [suffix.strip("[]'\"") for suffix in suffixes]

@@ -1,5 +1,5 @@
-"""Messages between ranks, sent by ``isend`` and ``irecv`` of a process group: a key, a description, and
-the memory of tensors.
+"""Messages between ranks, exchanged with ``isend`` and ``irecv`` of a process group. A message consists of a key, a
+description, and the memory of tensors.
 
 The description contains everything except the data of the tensors: structure, shapes, strides, which tensors require
 gradients, and leaves that are not tensors. Most messages have the same description as an earlier one, so a description
@@ -81,7 +81,7 @@ class TensorPlace(NamedTuple):
     number: int
     """The index of the sent tensor that contains it."""
     view: tuple[TensorLayout, int] | None
-    """Layout and offset in elements, if the sent tensor contains the bytes of several; None: all of it."""
+    """Layout and offset (in elements) in a sent tensor that contains several tensors; None: it is the whole tensor."""
     requires_grad: bool
     """True if the receiver sends a gradient back."""
     is_fixed: bool
@@ -98,7 +98,7 @@ def describe_values(
     ``taken_until``: the last stage on a rank other than the receiver's that takes the memory of a tensor.
 
     Raises:
-        TypeError: something in them cannot be sent to another process.
+        TypeError: a value, or something in it, cannot be sent to another process.
         RuntimeError: a stage that has taken one of the tensors has changed it in place.
     """
     boundaries = boundaries_of(values)
@@ -128,6 +128,7 @@ def read_values(
     tensors.
 
     ``described``: the second part of the unpickled description; the first part has the layouts of ``tensors``.
+    ``accumulator``: None in a step without backwards.
     """
     values = []
     count = 0
@@ -201,7 +202,7 @@ ALIGNED = 16
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors, in groups whose ranges of memory overlap."""
+    """Group the tensors by overlapping memory. Return lists of indices; a tensor that overlaps no other is alone."""
     groups: dict[int, list[int]] = {}
     for number, tensor in enumerate(tensors):
         groups.setdefault(memory_of(tensor) if tensor.numel() else -1 - number, []).append(number)
@@ -244,7 +245,7 @@ def _lay_out(tensor: torch.Tensor) -> tuple[torch.Tensor, TensorLayout]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles pytree's leaf specification by reference, because torch warns if its class is called."""
+    """Pickles pytree's leaf specification by reference, because torch warns when its class, ``LeafSpec``, is called."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is type(_LEAF) and obj == _LEAF:
@@ -272,7 +273,7 @@ def _dump(what: Any) -> bytes:
 
 FIRST_TAG = 20117
 """The tag of the first pipe in a group. Each pipe has its own tag, so that it takes only its own messages."""
-REMEMBERED = 256  # number of descriptions that both ends keep
+REMEMBERED = 256  # maximum number of descriptions that sender and receiver remember, per direction
 HEADER = 4 + 3 + 2  # integers: key, notes, slot of the description and its size (0 if already sent)
 
 _pipes: Counter[dist.ProcessGroup] = Counter()  # the number of pipes that each group has had
@@ -314,7 +315,7 @@ class Transport:
         self._slots: list[dict[bytes, int]] = [{} for _ in peers]
         self._descriptions: list[dict[int, bytes]] = [{} for _ in peers]
         self._inboxes: list[dict[Key, Message]] = [{} for _ in peers]
-        self._posted: list[tuple[Any, Callable[[], None]]] = []  # sends in progress; functions that wait for them
+        self._posted: list[tuple[Any, Callable[[], None]]] = []  # sends in progress, with functions that wait for them
         self._sender: Background | None = None
         self._readers: list[Background] = []
         if self._wire.type == "cpu":
@@ -358,7 +359,7 @@ class Transport:
         while key not in inbox:
             for other in [other for other in inbox if other.step < key.step]:  # messages of a step that has failed
                 del inbox[other]
-            if later := {other.step for other in inbox if other.step > key.step}:  # none of this step can follow
+            if later := {other.step for other in inbox if other.step > key.step}:  # no message of this step can follow
                 raise RuntimeError(f"rank {peer} is in step {min(later)}, and this one in step {key.step}")
             if self._readers:  # background threads receive the messages
                 if not self._readers[peer].pending:
@@ -378,7 +379,7 @@ class Transport:
             self._sender.get()
 
     def _take(self, peer: int) -> Message:
-        """Wait for the next message of a rank, and return it."""
+        """Wait for the next message from ``peer``, and return it."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self._wire)
         self._fill([header], peer)
         step, subject, stage, micro_batch, *notes, slot, size = header.tolist()
@@ -478,6 +479,6 @@ class Background:
                 result = function()
             except BaseException as raised:
                 error = raised
-            del function  # release the sent memory before its arrival is reported
+            del function  # release the sent memory before the arrival is reported
             self._results.put((result, error))
             result = None

@@ -98,7 +98,7 @@ class RankPlan:
         return [found or ({0} if stage else set()) for stage, found in enumerate(makers)]
 
     def _received(self, rank: int) -> Mapping[int, tuple[Source, ...]]:
-        """Return, for every stage of other ranks that sends to ``rank``, the values that it sends."""
+        """Return the values that ``rank`` receives, by the stage on another rank that sends them."""
         values: dict[int, dict[Source, None]] = {}
         for stage, taken in enumerate(self.takes):
             if self.rank_of[stage] == rank:
@@ -115,8 +115,8 @@ class RankPlan:
 
     @cached_property
     def sent(self) -> Mapping[int, Mapping[int, tuple[Source, ...]]]:
-        """Return, for every stage of this rank, the values that it sends to each rank. In a step with backwards, the
-        receiver answers with a message that contains their gradients.
+        """Return, for every stage of this rank, the values that the stage sends to each other rank. In a step with
+        backwards, the receiver answers with a message that contains the gradients of these values.
         """
         received = {rank: self._received(rank) for rank in sorted(set(self.rank_of)) if rank != self.rank}
         return {
@@ -126,7 +126,7 @@ class RankPlan:
 
     @cached_property
     def waits_for(self) -> Mapping[int, tuple[int, ...]]:
-        """Return, for every stage of this rank, the stages of other ranks whose values it needs."""
+        """Return, for every stage of this rank, the stages on other ranks that send messages to it."""
         return {
             stage: tuple(maker for maker in sorted(self._makers[stage]) if self.rank_of[maker] != self.rank)
             for stage in self.stages
@@ -134,27 +134,27 @@ class RankPlan:
 
     @cached_property
     def returns(self) -> Mapping[int, tuple[int, ...]]:
-        """Return, for every stage of this rank, the stages of other ranks whose gradients its backward completes.
+        """Return, for every stage of this rank, the stages on other ranks that get gradients after its backward.
 
-        Backwards run from the last stage to the first. So the gradients of another stage are complete after the
-        backward of the first stage here that takes its values.
+        Backwards run from the last stage to the first. So the gradients for a stage on another rank are complete after
+        the backward of the first stage here that takes values from that stage.
         """
         first = {maker: min(s for s in self.stages if maker in self.waits_for[s]) for maker in self.received}
         return {stage: tuple(maker for maker, s in first.items() if s == stage) for stage in self.stages}
 
     def messages(self, count: int, graphs: bool) -> dict[int, int]:
-        """Return the number of messages from every other rank in a step. ``graphs``: the step has backwards."""
+        """Return how many messages each other rank sends to this one in a step. ``graphs``: the step has backwards."""
         of_each = Counter(self.rank_of[maker] for maker in self.received)
         if graphs:
             of_each.update(rank for to in self.sent.values() for rank in to)
         messages = Counter({rank: number * count for rank, number in of_each.items()})
         if not graphs and self.rank != self.rank_of[-1]:
-            messages[self.rank_of[-1]] += 1  # the one of RankStep.end_forwards
+            messages[self.rank_of[-1]] += 1  # the message that RankStep.end_forwards() sends
         return messages
 
     @cached_property
     def uses(self) -> Counter[Source]:
-        """Return how often every value is used on this rank. Sending it to any number of ranks counts once."""
+        """Return how often every value is used on this rank. Sending a value, to any number of ranks, is one use."""
         uses = Counter(source for stage in self.stages for source in self.takes[stage])
         uses.update({source for to in self.sent.values() for sources in to.values() for source in sources})
         last = len(self.rank_of) - 1
@@ -278,7 +278,7 @@ class RankStep(Step):
         self._output_graphs: dict[int, Graph] = {}
 
     def forward(self, stage: int, micro_batch: int, inputs: Sequence[Any], rows: int) -> list[Any] | None:
-        """Run a stage's forward. Return the model's output values in the last stage.
+        """Run a stage's forward. Return the model's output values if the stage is the last, else None.
 
         ``inputs`` (of the model) and ``rows`` (of the micro-batch) are used only by stage 0.
         """
@@ -405,8 +405,10 @@ class RankStep(Step):
         return message
 
     def end_forwards(self) -> None:
-        """End a step without backwards. The rank of the last stage, which has heard of every stage whose values are
-        used, tells the other ranks whether a stage has drawn random numbers; these wait for it.
+        """End a step without backwards: the last stage's rank sends a message to all other ranks, which wait for it.
+
+        The message says whether a stage has drawn random numbers. Its sender has heard of every stage whose values are
+        used.
         """
         *_, last = self.plan.rank_of
         key = Subject.END, len(self.plan.rank_of) - 1, 0
@@ -444,7 +446,7 @@ class RankStep(Step):
         tensors = [tensor.clone() if memory_of(tensor) in changing else tensor for tensor in tensors]
         self.send(rank, Subject.VALUES, stage, micro_batch, description, tensors)
         if self.graphs:
-            self._sent[stage, micro_batch, rank] = [  # keep where the gradients go, not the tensors
+            self._sent[stage, micro_batch, rank] = [  # keep the destinations of the gradients, but not the tensors
                 None if one.accumulator is None else (one.accumulator, one.number, one.tensor.device)
                 for one in boundaries_of(values)
             ]
@@ -482,7 +484,7 @@ def last_elsewhere(takers: dict[int, dict[int, int]], tensor: torch.Tensor, rank
     return max((taker for other, taker in of_ranks.items() if other != rank), default=-1)
 
 
-# All mini-batches.
+# The rank, which runs all mini-batches.
 
 SCHEDULE = Words(
     "pymoe.pipe",
@@ -543,7 +545,7 @@ class Rank:
         if is_certain:
             for peer, messages in planned.plan.messages(count, graphs).items():
                 self.transport.expect(peer, messages)
-        # No forward may write to state that several stages share, because ranks have copies of it.
+        # No forward may write to state that several stages share, because every rank has its own copy of it.
         found = turns_of(
             [stage.held.look().layout for stage in planned.recompute], [stage.turns for stage in planned.recompute]
         )
@@ -561,7 +563,7 @@ class Rank:
         its stages to ``.grad``, and finish the step.
 
         ``is_mean``: whether the loss of a micro-batch is a mean over its rows rather than a sum. ``module``: the
-        stage's module; if it is a ``DistributedDataParallel``, that averages the gradients that are added.
+        stage's module; if it is a ``DistributedDataParallel``, it averages the gradients that are added.
 
         Raises:
             ValueError: ``is_mean`` is set, but the losses' graphs show that they are not means over rows.
@@ -679,8 +681,8 @@ _ranks: WeakKeyDictionary[nn.Module, dict[dist.ProcessGroup, Rank]] = WeakKeyDic
 
 
 def rank_of_pipe(pipe: Any, group: dist.ProcessGroup, device: torch.device) -> Rank:
-    """Return this process's :class:`Rank` for a pipe and a process group. Every call for the same two returns the same
-    object.
+    """Return this process's :class:`Rank` for a pipe and a process group: the same object in every call for this pipe
+    and group.
 
     ``device``: the device of the rank; ignored unless this is the first call for the pipe and the group.
     """

@@ -39,7 +39,7 @@ def build_stage(pipe: Any, index: int, device: torch.device | str, group: dist.P
 
     Args:
         pipe: a :class:`pymoe.Pipe`, the same in every process.
-        index: the number of the stage.
+        index: the index of the stage, from 0.
         device: where the stage runs; its modules are moved there.
         group: the processes that share the stages; None: the default group.
 
@@ -95,7 +95,7 @@ class RankStage(PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the stage's forward. Return the model's output in the last stage."""
+        """Run the stage's forward. Return the model's output if this is the last stage, else None."""
         return self._run("forward", fwd_chunk_id, self._forward, fwd_chunk_id, args, kwargs or {}, save_forward_output)
 
     def backward_one_chunk(
@@ -132,7 +132,8 @@ class RankStage(PipelineStageBase):
             if save:
                 self.output_chunks.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output))
             if self.has_backward:
-                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)  # the schedule computes it now
+                # The schedule computes the loss next.
+                self._rank.failure_detector.at("loss", self.stage_index, micro_batch)
         if not self.has_backward and step.forwards == len(step.plan.stages) * self._count():
             self._rank.finish(step)
         return output
@@ -147,15 +148,15 @@ class RankStage(PipelineStageBase):
         known = self._chunks.get(bool(self.has_backward), [])
         graphs = bool(self.has_backward) and graphs_are_made()
         part, self._part = self._part, self._rank.staged.present_parts()[self.stage_index]
-        if self.submod is part:  # so the user has not wrapped the module
+        if self.submod is part:  # the user has not wrapped the module
             self.submod = self._part  # layers of the model may have been replaced
         return self._rank.open(rank_of, self._count(), graphs, len(known) == 1)
 
     def _note_chunks(self, has_backward: bool, count: int) -> None:
-        """Record the number of micro-batches of a schedule, after those of earlier schedules.
+        """Record a schedule's number of micro-batches, after those of earlier schedules.
 
-        A schedule passes its number only before its first step, and a step does not say which schedule runs it. So if
-        schedules with different numbers use the stage, a step has to guess its number (see :meth:`_open`).
+        A schedule gives its number only before its first step, and does not identify itself in a step. So if schedules
+        with different numbers use the stage, the number in a step is a guess: that of the newest schedule.
         """
         self.chunks = count
         known = self._chunks.setdefault(has_backward, [])

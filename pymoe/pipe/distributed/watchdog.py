@@ -73,7 +73,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class Heartbeat:
-    """The message about itself that a rank sends to the others a few times a second."""
+    """The message with which a rank tells the others its state, a few times a second."""
 
     page: int
     """The file descriptor of the rank's :func:`new_page`; -1: the rank has none."""
@@ -87,10 +87,11 @@ class Heartbeat:
 
 
 def new_page() -> int:
-    """Return a file descriptor of memory that others can read when this process is killed; -1 without such memory.
+    """Return the file descriptor of memory that other processes can read even after this one is killed; -1 if the
+    system has no such memory.
 
-    Heartbeats in the store give a rank's position a few times a second. This memory gives its current position, and a
-    write takes microseconds.
+    Heartbeats in the store give a rank's position a few times a second. This memory gives the current position, and
+    writing to it takes microseconds.
     """
     with contextlib.suppress(OSError, AttributeError):
         file = os.memfd_create("pymoe")
@@ -100,7 +101,7 @@ def new_page() -> int:
 
 
 class Peer:
-    """The state of another rank, as seen by this rank. It is made at the other rank's first heartbeat."""
+    """The state of another rank, as seen by this rank. Created when the other rank's first heartbeat arrives."""
 
     def __init__(self, rank: int, heartbeat: Heartbeat) -> None:
         self.rank = rank
@@ -139,7 +140,7 @@ class Peer:
         return self._heartbeat
 
     def hear(self, store: GroupStore) -> bool:
-        """Read the peer's heartbeat from the store, unless it shares memory. Return False if it could not be read."""
+        """Read the peer's heartbeat from the store, unless its page is mapped. Return False if the read fails."""
         if self._page is None:
             heard = store.read(f"rank {self.rank}")
             if heard is None:
@@ -149,7 +150,9 @@ class Peer:
         return True
 
     def failure(self, patience: float) -> RankError | None:
-        """Return an error if the peer has ended or, unwatched, was silent for over ``patience`` seconds; else None."""
+        """Return an error if the peer's process has ended. If the system does not watch it, also return an error if the
+        peer has been silent for more than ``patience`` seconds. Otherwise return None.
+        """
         if self.has_ended:
             what = f"the process of {self}, has ended"
         elif not self.is_watched and self.silent_s > patience:
@@ -216,8 +219,8 @@ class FailureDetector:
         return self._store.write_first(key, record) if self._ranks > 1 else record
 
     def begin(self) -> None:
-        """Begin a step unless one is running. Raise RankError if a rank failed. The first call starts the thread, and
-        sets ``sys.excepthook`` so that errors that end this process are reported.
+        """Begin a step unless one is running. Raise RankError if a rank failed. If there are other ranks, the first
+        call starts the watchdog's thread, and sets ``sys.excepthook`` to report errors that end this process.
         """
         self._check()
         if self._ranks == 1:
@@ -244,7 +247,7 @@ class FailureDetector:
     def fail(self, error: BaseException) -> RankError | None:
         """Report that a step is about to fail on this rank with ``error``.
 
-        Return the error to raise in its place if another rank had failed before; else None: raise ``error`` itself.
+        If another rank failed first, return the error to raise instead of ``error``; else return None.
         """
         failure = self._failure
         if isinstance(error, RankError) or (failure is not None and failure.rank == self._rank):
@@ -254,7 +257,7 @@ class FailureDetector:
         one_line = "".join(traceback.format_exception_only(type(error), error)).strip()
         what = f"rank {self._rank} failed {at or 'between its steps'}: {one_line}"
         if is_about_connections(error):
-            # Another rank's failure has most likely caused this error; the thread will notice that failure soon.
+            # Most likely another rank's failure has caused this error; the watchdog's thread will notice that failure.
             self._patience = min(self._patience, SUSPICION_S)
             self._wait_until(lambda: self._failure is not None, SUSPICION_S + 2.0)
             if self._failure is None:
@@ -313,7 +316,8 @@ class FailureDetector:
     def _others_are_done(self) -> bool:
         """Return whether every other rank has finished as many steps as this one, knows of the failure, or has ended.
 
-        A rank that can no longer be heard because the store is lost counts as done.
+        A rank also counts as done if it is the one that failed, if it has never sent a heartbeat, or if it can no
+        longer be heard because the store is lost.
         """
         failed = None if self._failure is None else self._failure.rank
         late = [peer for peer in self._peers if peer.rank != failed and peer.heartbeat.steps < self._heartbeat.steps]
@@ -360,8 +364,9 @@ class FailureDetector:
             self._report(failure)
 
     def _loss_of_the_store(self, why: str) -> RankError:
-        """Return the error to raise if the store cannot be reached: the failure of a peer whose process has ended, if
-        there is one. A lost store is always a failure, because ranks that end normally first wait for the others.
+        """Return the error to raise if the store cannot be reached: the failure of a peer whose process has ended, or
+        an error that names no rank if there is no such peer. A lost store is always a failure, because ranks that end
+        normally first wait for the others.
         """
         if not any(peer.has_ended for peer in self._peers):
             self._sleep(1.0)

@@ -138,7 +138,9 @@ def unflatten_value(leaves: list[Any], structure: Any) -> Any:
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a leaf or a view of one: torch refuses in-place changes if it requires gradients."""
+    """Return whether the tensor is a leaf or a view of one: if such a tensor requires gradients, torch refuses in-place
+    changes of it.
+    """
     return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]
 
 
@@ -220,15 +222,18 @@ class Graph:
     )
 
     def __init__(self, stream: RandomStream | None = None, device: torch.device | None = None) -> None:
-        """``stream``: the stage's random numbers. ``device``: the stage's device; None: tensors stay where they are."""
+        """Prepare to record a graph.
+
+        ``stream``: the stage's random numbers. ``device``: the stage's device; None: tensors stay where they are.
+        """
         self.stream: Any = stream  # the backward continues the forward's random numbers
         self.entry: Node | None = None  # the entry node of the graph, if it has inputs
         self.edges: list[GradientEdge] = []  # edges of the entry, one for each input that needs gradients
         # For each edge: the accumulator that sums its gradient, the index of the sum, and the device to move it to.
         self.accumulators: list[tuple[GradAccumulator, int, torch.device | None]] = []
-        self.roots: list[GradientEdge | None] = []  # one for each tensor that was sent
+        self.roots: list[GradientEdge | None] = []  # one for each tensor sent; None if it needs no gradient
         self.leaves: Sequence[torch.Tensor] = ()
-        self.is_compiled = False  # whether the graph has nodes of torch.compile; if so, its last backward frees it
+        self.is_compiled = False  # true if torch.compile made nodes, which free the graph in its last backward
         self._device = device
         self._sources: list[torch.Tensor] = []
         self._aliases: Sequence[torch.Tensor] = ()
@@ -334,7 +339,7 @@ class Graph:
 
 
 def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield the tensors in ``value`` that require gradients. Look into attributes, items and closures, to ``depth``."""
+    """Yield the tensors in ``value`` that require gradients. Search attributes, items and closures, ``depth`` deep."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             yield value
@@ -352,8 +357,8 @@ def _tensors_inside(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a tensor: strided tensors that share a storage have the same, and
-    every other tensor has its own.
+    """Return a number that identifies the memory of a tensor. Strided tensors with the same storage have the same
+    number; any other tensor has a number of its own.
     """
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
@@ -516,7 +521,7 @@ def attach(
     tensors: Sequence[torch.Tensor],
     tied: Collection[int] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Return aliases of ``outputs``, tensors without history. The aliases have one node, with the inputs ``tensors``.
+    """Return aliases of ``outputs``, tensors without history. The aliases share one node, whose inputs are ``tensors``.
 
     ``backward(grads, keep)`` takes the gradients of the outputs and returns those of ``tensors``; ``keep``: it may be
     called again. ``tied``: indices of outputs that must not be changed in place.
@@ -526,7 +531,7 @@ def attach(
 
 
 def end_history(edited: Sequence[torch.Tensor]) -> None:
-    """Make backward passes through ``edited``, inputs that a stage has changed in place, raise RuntimeError."""
+    """Make backward passes through ``edited``, the inputs that stages have changed in place, raise RuntimeError."""
     with torch.enable_grad():
         for tensor in edited:
             version = tensor._version

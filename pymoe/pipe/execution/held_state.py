@@ -59,7 +59,7 @@ class HeldSnapshot:
         self.stamps = layout.stamps()
 
     def written(self, now: Sequence[int] | None = None) -> list[int]:
-        """Return the indices of the tensors whose stamps differ from ``now``; None: from their present stamps."""
+        """Return the indices of the tensors whose stamps here differ from ``now``; None: from the present stamps."""
         return self.layout.written(self.stamps, self.layout.stamps() if now is None else now)
 
     def changed_cells(self) -> list[tuple[Cell, Any]]:
@@ -177,7 +177,8 @@ class HeldState:
         return names + [layout.names[id(one)] for one in _drawn(seen)]
 
     def after(self, seen: Seen | None) -> Seen | None:
-        """Return the part of ``seen`` that the forward's recomputation needs, or None if the state cannot be restored.
+        """Return the part of ``seen`` that the forward's recomputation needs; None if ``seen`` is None, or if the state
+        cannot be restored.
 
         Also record what the forward has written, so that later forwards copy it or keep their graphs.
         """
@@ -230,7 +231,7 @@ class HeldState:
 class PutBack:
     """Puts back the state of the first run for a recomputation, and restores the present state afterwards.
 
-    A class, because a context manager made from a generator would be slower.
+    This is a class, because a context manager made from a generator would be slower.
 
     Raises:
         RuntimeError: state that was not copied has changed since the first run; or the recomputation has written to
@@ -295,7 +296,7 @@ class PutBack:
             return
         if names:
             raise RuntimeError(_NOT_THE_SAME.format(names[0]))
-        # Fingerprints reveal writes to memory that the recomputation has read, also writes unnoticed by autograd.
+        # Fingerprints reveal writes to memory that the recomputation has read, even writes that autograd misses.
         if lost := [number for number in sorted(seen.rewritten()) if number not in seen.copies]:
             held.written.update(map(layout.identity, lost))
             raise RuntimeError(_CHANGED_SINCE.format(layout.name(lost[0])))
@@ -354,7 +355,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _place(cell: Cell, before: Any) -> str:
-    """Return the name of the first attribute of a cell that has changed, or the cell's name if it has none."""
+    """Return the name of a cell's first changed attribute or key; the cell's own name if there is none."""
     now = cell.contents()
     if not isinstance(now, dict) or not isinstance(before, dict):
         return cell.name
@@ -425,7 +426,7 @@ def turns_of(layouts: Sequence[HeldLayout], known: Sequence[Turns | None] = ()) 
     for number, layout in enumerate(layouts):
         for key in layout.shareable:
             users.setdefault(key, []).append(number)
-    # For each stage, the lowest stage with which it shares state, directly or through other stages.
+    # For each stage, the lowest stage of its group; a group shares state, directly or through other stages.
     group = list(range(len(layouts)))
     shared = {key: stages for key, stages in users.items() if len(stages) > 1}
     for stages in shared.values():
@@ -466,7 +467,7 @@ class Turns:
         # the stages need not take turns.
         self._one_at_a_time = any(isinstance(root, nn.Module) and is_weighted(root) for _, root in roots)
         self._wrote = False
-        self._checked: HeldSnapshot | None = None  # the state when it was last checked that forwards write nothing
+        self._checked: HeldSnapshot | None = None  # the state before this step's last forward that wrote nothing
 
     def is_like(self, other: Turns) -> bool:
         """Return whether ``other`` is for the same stages and the same shared state."""
@@ -491,7 +492,7 @@ class Turns:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Check the writes of a forward of one of the stages, which runs in the block.
+        """Check whether a stage's forward, which runs in the block, writes to the shared state.
 
         Raises:
             RuntimeError: the forward has written to shared state, but the stages do not run in order in this step.
@@ -584,7 +585,7 @@ class RunningStep:
         return found
 
     def refuse_conflict(self) -> None:
-        """Raise RuntimeError if state that this step shares with another running step was written."""
+        """Raise RuntimeError if state was written that this step shares with a step that ran at the same time."""
         if self.conflict is not None:
             raise RuntimeError(
                 f"two pipes that ran at the same time, in two threads, share {self.conflict!r}, which was written to "
@@ -635,7 +636,7 @@ def running_step(stages: Sequence[HeldState], owner: object, around: Sequence[ob
         yield step
     finally:
         with _lock:
-            if step in _running:  # not in a child process that was forked within the block
+            if step in _running:  # false in a child process that was forked within the block
                 _running.remove(step)
             mine = [one for one in _overlaps if step in one.steps]
             _overlaps[:] = [one for one in _overlaps if one not in mine]

@@ -208,7 +208,7 @@ class HeldLayout:
                 continue
             if id(item) not in self._found:
                 self._found[id(item)] = item
-                if isinstance(item, dict):  # unlike in TorchScript modules, whose keys are fixed
+                if isinstance(item, dict):  # not in TorchScript modules, whose keys are fixed
                     self._cells[1].append(Cell(item, cell.name))
             for child, held in item.items():
                 yield held, path + child, False
@@ -231,7 +231,9 @@ class HeldLayout:
             yield from ((item, name if foreign else f"{name}[{number}]", foreign) for number, item in inside)
 
     def _visit_object(self, value: Any, name: str) -> Found:
-        """Yield an object's attribute values and its class; nothing if :func:`is_installed` is true of the class."""
+        """Yield an object's attribute values and its class; nothing if a library defines the class (unless it is
+        ``SimpleNamespace``).
+        """
         if not _is_users(type(value)) and type(value) is not SimpleNamespace:
             return
         inside = getattr(value, "__dict__", None)
@@ -262,7 +264,9 @@ class HeldLayout:
         yield from ((one, "", True) for one in value.__bases__)
 
     def _visit_function(self, value: FunctionType, name: str) -> Found:
-        """Yield the values that a function holds; if :func:`is_installed` is true of it, only functions and modules."""
+        """Yield the values that a function holds. If :func:`is_installed` is true of the Python module that defines the
+        function, yield only the functions and ``nn.Module``s among these values.
+        """
         held = held_by(value)
         if is_installed(value.__globals__.get("__name__", "")):
             yield from ((one, name, True) for one in held if isinstance(one, (*_FUNCTIONS, nn.Module)))
@@ -292,7 +296,7 @@ class HeldLayout:
 
     def _visit_iterator(self, value: Any, name: str) -> None:
         if isinstance(value, GeneratorType):
-            if value.gi_frame is not None:  # it has not ended
+            if value.gi_frame is not None:  # the generator has not ended
                 self.opaque.append(name)
         elif (read := _progress_of(value)) is not None:
             deque(self._visit_view(read, name), 0)
@@ -308,7 +312,7 @@ class HeldLayout:
         self._all_tensors.append(tensor)
 
     def identity(self, number: int) -> int:
-        """Return the id of a tensor (or of the array that it represents), which identifies it in all layouts."""
+        """Return the id of a tensor, or of the array that the tensor represents. The id is the same in all layouts."""
         tensor = self.tensors[number]
         return id(self._originals.get(id(tensor), tensor))
 
@@ -346,9 +350,10 @@ class HeldLayout:
         return stamps if not self._odd else stamps + list(map(version_of, self._odd))
 
     def fingerprints(self, moment: int) -> list[int]:
-        """Return a fingerprint of the memory of each tensor in :attr:`watched`; it reveals writes of any kind.
+        """Return a fingerprint of the memory of each tensor in :attr:`watched`, to find writes that bypass the version.
 
-        Of large memory only a sample is read, which depends on ``moment``; all is read if ``moment`` is a power of two.
+        Of large memory only a sample is read, at positions that depend on ``moment``, so a write can be missed. If
+        ``moment`` is a power of two, all memory is read.
         """
         tensors = self._watched
         if not tensors:
@@ -438,6 +443,8 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> int | None:
-    """Return the number of bytes from the first element to the end of the last, or None if the tensor has no gaps."""
+    """Return the number of bytes from the first element to the end of the last; None if the tensor has no gaps, or no
+    elements.
+    """
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return None if not tensor.numel() or last + 1 == tensor.numel() else (last + 1) * tensor.itemsize

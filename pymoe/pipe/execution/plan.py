@@ -139,17 +139,17 @@ class InlinePolicy:
     def saw_threads(self, seconds: float, durations: list[float]) -> None:
         """Record how long a run on several threads took, and how long each of its actions took, in seconds."""
         # Several threads are worthwhile if many actions are long. But short actions take long, too, when they wait for
-        # the interpreter's lock, so the run must also be faster than the last inline run. As that may have had smaller
-        # batches, its time is doubled after every run on threads.
+        # the interpreter's lock, so the run must also be faster than the last inline run. Since the inline run may
+        # have had smaller batches, its time is doubled after every run on threads.
         long = sum([duration > INLINE_LIMIT_S for duration in durations])
         self._needs_threads = 4 * long > len(durations) and seconds < self._inline_s
         self._inline_s *= 2
 
 
 def calls_threads(long: list[float], duration: float) -> bool:
-    """Return whether a run that began inline should start the other threads now, after one more action of ``duration``.
+    """Note an action of ``duration`` seconds. Return whether the run, which began inline, should now start the threads.
 
-    ``long``: the durations of the run's long actions so far. ``duration`` is appended if it is long, too.
+    ``long``: the durations of the run's long actions so far; ``duration`` is appended if it is long, too.
     """
     if duration <= INLINE_LIMIT_S:
         return False
@@ -398,7 +398,7 @@ class Workers:
 def _run_worker(
     run: PlanRun, worker: int, state: ThreadState, around: tuple[Workers, ...], profiled: Profiled | None
 ) -> None:
-    """Run a worker on its own thread, in the calling thread's state. Raises nothing."""
+    """Perform a worker's actions on its own thread, in the state of the thread that called the pipe. Raise nothing."""
     joined = profiled is not None and not profiler_enabled() and profiled.join()
     inside.workers = around
     try:
@@ -603,7 +603,7 @@ class Engine:
 
     def schedule(self, schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
         """Return the schedule with this name, or the given schedule. Raise ValueError if there is no such name, or the
-        schedule is for other numbers of stages and micro-batches.
+        schedule has a different number of stages or micro-batches.
         """
         if isinstance(schedule, str):
             return _built(schedule, stages, micro_batches)

@@ -7,7 +7,7 @@ state that the first run saw (a spectral norm reads its own writes), and leaves 
 norm would count the micro-batch twice).
 
 The first run also makes a graph, which is released when the run ends: modules may ask for gradients and hooks within
-it, and values that they keep between runs (the weights of ``parametrize.cached``, autocast's casts) need its history.
+it, and values that they keep between runs (the weights of ``parametrize.cached``, autocast's casts) need a history.
 The graph takes no more memory at a time than the recomputation will. If the run has changed state that cannot be put
 back, or that was not copied, the graph is kept.
 """
@@ -95,7 +95,7 @@ class Activation(GradAccumulator):
             outputs = self._call(stream, about, [receive_value(value, device) for value in received])
             return [flatten_value(output, BoundaryTensor) for output in outputs]
         graph = Graph(stream, device)
-        if recompute is not None and not recompute.trains:  # without a graph, recomputing would save no memory
+        if recompute is not None and not recompute.trains:  # if no graph is made, recomputing saves no memory
             recompute = recompute if any(leaf.accumulator is not None for leaf in boundaries_of(received)) else None
         if recompute is not None:
             about, arguments = about.in_run(checkpointing=True), graph.begin(received)
@@ -155,7 +155,7 @@ class Activation(GradAccumulator):
         return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
 
     def _call(self, stream: RandomStream, micro_batch: MicroBatch, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Run the stage's function. The ``finally`` block makes no calls, because Ctrl-C could interrupt it there."""
+        """Run the stage's function. The ``finally`` block makes no calls, because Ctrl-C could interrupt them."""
         streams, contexts = random_streams.this_thread, context.this_thread
         outer_stream, streams.stream = streams.stream, stream
         outer, contexts.micro_batch = contexts.micro_batch, micro_batch
@@ -165,7 +165,7 @@ class Activation(GradAccumulator):
             contexts.micro_batch, streams.stream = outer, outer_stream
 
     def _recompute(self, again: bool) -> Graph:
-        """Run the forward again and return its graph. ``again``: it will have to be recomputed once more later."""
+        """Run the forward again and return its graph. ``again``: the forward will be recomputed once more later."""
         # The stream starts anew, so it gives the same random numbers as in the first run.
         graph = Graph(RandomStream(self._random, self._position), self._stage.device)
         in_state(self._state, self._recompute_forward, graph, again)
@@ -216,7 +216,7 @@ class StageRecompute:
         self.held = HeldState(("", module) for module in modules)
         self._modules = modules
         self.trains = False
-        self._edited: set[int] = set()  # indices of inputs that forwards change in place, so that they are copied
+        self._edited: set[int] = set()  # indices of inputs to copy: forwards change them in place
 
     def begin_step(self) -> None:
         """Begin a step: determine anew whether the stage has parameters that require gradients."""
@@ -241,7 +241,7 @@ class StageRecompute:
     def after(self, received: Sequence[StageValue], before: BeforeRun) -> Recomputation | None:
         """Return the means to recompute a forward, after its first run; None if its graph must be kept.
 
-        The graph must be kept if the forward has changed state or an input that cannot be restored or was not copied.
+        The graph must be kept if the forward has changed state, or an input, that cannot be restored or was not copied.
         """
         edited = self._edited
         taken, copies, seen = before[0], before[1], self.held.after(before[2])
@@ -286,7 +286,7 @@ def _like(boundary: BoundaryTensor, tensor: torch.Tensor) -> BoundaryTensor:
 
 
 def _replaced(values: Sequence[StageValue], others: dict[int, BoundaryTensor]) -> list[StageValue]:
-    """Return ``values`` with some boundary tensors replaced. ``others`` maps the ids of these to their replacements."""
+    """Return ``values`` with some boundary tensors replaced. ``others``: the new tensors, by ids of the old ones."""
     return [StageValue([others.get(id(leaf), leaf) for leaf in value.leaves], value.structure) for value in values]
 
 
@@ -296,7 +296,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_I
 
 
 class StepInputs(GradAccumulator):
-    """The input tensors of a step that require gradients, and the sums of these gradients."""
+    """The input tensors of a step that require gradients, and the sums of their gradients."""
 
     __slots__ = ("_versions", "tensors")
 

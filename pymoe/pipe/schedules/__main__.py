@@ -51,7 +51,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(name: str, chosen: argparse.Namespace) -> Record:
-    """Return a simulation of schedule ``name``. If several were requested, ignore options that it does not take."""
+    """Return a simulation of schedule ``name``.
+
+    If other schedules were requested, too, ignore the options that this one does not have.
+    """
     asked = chosen.name or names()
     given = {"virtual_stages": chosen.virtual_stages, "live_limit": chosen.live_limit}
     if len(asked) > 1:

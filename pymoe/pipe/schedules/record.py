@@ -75,7 +75,7 @@ class Record:
 
     @property
     def speed_up(self) -> float:
-        """Return how many times as long a single worker would take."""
+        """Return the time that a single worker would take, divided by the makespan; 1 if the makespan is 0."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     @cached_property
@@ -202,7 +202,7 @@ def simulate(schedule: Schedule, times: Callable[[Action], float] | None = None,
     ``times`` gives an action's duration: :class:`Times` (the default: 1 for forward, backward of inputs and backward of
     weights), or any function of the action. A value from another worker arrives ``communication`` after the end of the
     action that makes it; sending occupies neither worker. Raises :class:`ScheduleError` if the schedule is not valid,
-    ValueError for a time below 0.
+    ValueError if a time is below 0, or missing for a stage.
     """
     times = Times() if times is None else times
     unit = "forwards of a stage" if times == Times() else ""
@@ -311,7 +311,8 @@ def png(file: str | Path, *records: Record) -> Path:
     for axes, record in zip(grid[:, 0], records, strict=True):
         shown += [kind for kind in _draw(axes, record) if kind not in shown]
     grid[-1, 0].set_xlim(0, max(record.makespan for record in records) or 1)
-    units = {record.unit for record in records if record.unit}  # records without a unit are on the same scale
+    # Records without a unit are assumed to have that of the others.
+    units = {record.unit for record in records if record.unit}
     grid[-1, 0].set_xlabel(f"time ({units.pop() if len(units) == 1 else 'in the unit of the given times'})")
     from matplotlib.patches import Patch
 

@@ -65,7 +65,7 @@ class ScheduleError(ValueError):
     def __init__(
         self, message: str, *, worker: int | None = None, position: int | None = None, action: Action | None = None
     ) -> None:
-        """Prefix the message with worker, position in its order (from 0), and action."""
+        """Prefix the message with worker, position (from 0, in the worker's order) and action, where they are given."""
         self.worker, self.position, self.action = worker, position, action
         place = [f"worker {worker}"] * (worker is not None) + [f"position {position}"] * (position is not None)
         place += [f"action {action}"] * (action is not None)
@@ -147,7 +147,7 @@ def peak_live(actions: Iterable[Action]) -> int:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise :class:`ScheduleError`, which names worker, position and action, unless
+    """Raise :class:`ScheduleError`, which names what is at fault (worker, position and action, if any), unless
 
     - every action is on the worker of its stage, and its stage and micro-batch exist;
     - every micro-batch has one forward and one backward in every stage, the backward whole or split into its two parts;
@@ -257,7 +257,7 @@ def _deadlock(
     ended: set[Action],
     others: Mapping[Action, tuple[Action, ...]],
 ) -> ScheduleError:
-    """Follow the waiting workers from ``worker`` until they come full circle; return an error that names the waits."""
+    """Follow the waits from ``worker`` on until a worker recurs; return an error that names the waits of this cycle."""
     chain: dict[int, str] = {}
     while worker not in chain:
         head = schedule.orders[worker][position[worker]]
@@ -365,8 +365,8 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
     Parallelism" (2018), arXiv 1811.06965. Each worker has one stage. With p stages and m micro-batches the bubble is (p
     - 1) / (m + p - 1) of the time, and every worker holds all m activations.
 
-    The paper's figure runs backwards from the last micro-batch to the first. Here, as in every schedule of this
-    package, a stage runs them from the first to the last: the bubble is the same, and gradients are summed in the same
+    In the paper's figure a stage runs the backward of the last micro-batch first. Here, as in every schedule of this
+    package, it begins with the first micro-batch: the bubble is the same, and gradients are summed in the same
     order whatever the schedule.
     """
     orders = tuple(
@@ -379,8 +379,8 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 @register("1f1b")
 def one_forward_one_backward(stages: int, micro_batches: int, *, live_limit: int | None = None) -> Schedule:
     """Build the schedule of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
-    2021), arXiv 2006.09503. The alternation comes from PipeDream (2019), arXiv 1806.03377, which does not flush the
-    pipeline at the end of a step as this schedule does.
+    2021), arXiv 2006.09503. The alternation comes from PipeDream (2019), arXiv 1806.03377, which, unlike this
+    schedule, does not flush the pipeline at the end of a step.
 
     Each worker has one stage. The bubble is GPipe's, (p - 1) / (m + p - 1) of the time for p stages and m
     micro-batches, and worker r holds up to min(m, p - r) activations instead of m. ``live_limit`` further limits the

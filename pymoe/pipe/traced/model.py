@@ -45,9 +45,9 @@ class TracedModel(StagedModel):
     """A captured model, split at its markers.
 
     A capture is valid for the present modes of all modules (training or evaluation), their hooks, and the Python values
-    that the model's code has read. When one of these changes, the next call captures the model again and splits it at
-    the same boundaries; every capture is kept. ``args`` and ``kwargs`` are an example micro-batch; ``trace`` makes the
-    captures.
+    that the model's code has read. When one of these changes, the next call uses an earlier capture that is valid, or
+    captures the model again and splits it at the same boundaries; every capture is kept. ``args`` and ``kwargs`` are an
+    example micro-batch; ``trace`` makes the captures.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class TracedModel(StagedModel):
         self._multi_use = by_first_name(multi_use, module)
         self._variants: list[_Variant] = []
         self._changes = 0  # how often the model was captured again, not counting changes of modes
-        self._uses: list[dict[str, None]] = []  # per stage: the names of the state that it uses in any capture
+        self._uses: list[dict[str, None]] = []  # for each stage: the names of the state that any of its graphs uses
         self._constants: list[dict[str, torch.Tensor]] = []
         self._lacks_some = False
-        self._is_chosen = False  # true between micro_batches() and the read of the pipeline
+        self._is_chosen = False  # true from micro_batches() until the next read of `pipeline`
         self._one_at_a_time = StageLock()  # held by threads that make or choose captures
         first = trace(module, args, kwargs)
         self._now = self._add(first)
@@ -98,7 +98,7 @@ class TracedModel(StagedModel):
     def micro_batches(
         self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], others: Sequence[Any] = ()
     ) -> MicroBatches:
-        """Choose the capture that is valid for a call, and split the call into micro-batches for it."""
+        """Choose the capture that is valid for a call, and split the call into micro-batches for that capture."""
         leaves = self._now.arguments.flatten(tuple(args), dict(kwargs))
         self._choose([leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
         made = super().micro_batches(chunks, args, kwargs, others)
@@ -147,7 +147,7 @@ class TracedModel(StagedModel):
 
     def _choose_another(self, leaves: Sequence[Any] | None) -> None:
         change = self._now.guards.broken(leaves)
-        if change is None:  # another thread was faster
+        if change is None:  # another thread has already chosen a valid capture
             return
         others = (variant for variant in self._variants if variant.guards.broken(leaves) is None)
         found = next(others, None)
@@ -161,7 +161,10 @@ class TracedModel(StagedModel):
         self._now = found
 
     def _in_present_precision(self) -> list[Any]:
-        """Return the leaves of the current capture's example, with the dtype that the model has now."""
+        """Return the leaves of the current capture's example.
+
+        If the model's only floating-point dtype has changed, tensors of the old dtype get the new one.
+        """
         leaves, change = self._now.arguments.examples, self._now.guards.precision_change()
         if change is None:
             return leaves
@@ -169,7 +172,7 @@ class TracedModel(StagedModel):
         return [x._replace(dtype=now) if isinstance(x, Like) and x.dtype == before else x for x in leaves]
 
     def _warn_of(self, change: str) -> None:
-        """Count the captures that were caused by changes other than of modes; warn at the 8th, 16th, 32nd and so on."""
+        """Count a new capture, unless it was caused by a change of modes; warn at the 8th, 16th, 32nd and so on."""
         if change != "the mode of a module":
             self._changes = count = self._changes + 1
             if count >= 8 and count & (count - 1) == 0:
@@ -211,7 +214,7 @@ class TracedModel(StagedModel):
         return variant
 
     def _populate(self) -> None:
-        """Give every stage the parts of the model that it uses in any capture, if the model still has them."""
+        """Give every stage the parts of the model that the stage uses in any capture, if the model still has them."""
         uses = [[name for name in of_stage if has(self.module, name)] for of_stage in self._uses]
         self._lacks_some = list(map(len, uses)) != list(map(len, self._uses))
         populate(self.parts, self.module, uses, self._constants)
@@ -317,7 +320,10 @@ class Trace:
         return captured
 
     def why_one_stage(self) -> str | None:
-        """Return the reason why a model has one stage although several were requested; None if they were not."""
+        """Return the reason why a model has only one stage although several were requested.
+
+        Return None if there is no ``split_spec``, and no ``split_policy`` for several stages.
+        """
         ends = "at the beginning or the end of what the model computes, where they make no stages"
         if self.split_spec:
             return f"all split points of split_spec ({', '.join(self.split_spec)}) are {ends}"
@@ -396,7 +402,7 @@ class StageModule(nn.Module):
         self._graphs: list[fx.GraphModule] = []
         self._compile: Callable[[nn.Module], None] | None = None
         self._modes: list[bool] = []
-        self._shared: list[_Taken] = []  # run() replaces them by the model's present parameters and buffers
+        self._shared: list[_Taken] = []  # run() fetches these from the model each time
         self.made: list[_Made] = []
         """This module and those inside it that do not belong to the model, each with the module that it represents."""
 
@@ -447,9 +453,9 @@ class StageModule(nn.Module):
         users: Mapping[int, set[StageModule]],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
-        """Replace this stage's state by ``constants`` and the parts of ``model`` that ``paths`` names.
+        """Replace this stage's state with ``constants`` and the parts of ``model`` that ``paths`` names.
 
-        ``users``: the stages that use each tensor, by its id.
+        ``users``: the stages that use each tensor, by the tensor's id.
         """
 
         def hold(where: nn.Module, original: nn.Module, paths: Sequence[Sequence[str]]) -> None:
@@ -463,11 +469,11 @@ class StageModule(nn.Module):
                 if name in original._non_persistent_buffers_set:
                     where._non_persistent_buffers_set.add(name)
                 self._shared.append(_Taken(where, kind, name, original))
-            for name, child in original._modules.items():  # in the order of the model's modules
+            for name, child in original._modules.items():  # keeps the order of the model's modules
                 if name not in below or child is None:
                     continue
                 uses_all = all(self in users.get(id(tensor), {self}) for tensor in _tensors(child))
-                if [] in below[name] or uses_all:  # needed as a whole, or by no other stage
+                if [] in below[name] or uses_all:  # the child is needed as a whole, or by no other stage
                     where._modules[name] = child
                 else:
                     where._modules[name] = holder = nn.Module()
@@ -484,7 +490,7 @@ class StageModule(nn.Module):
         hold(self, model, paths)
 
     def update_model(self) -> None:
-        """Replace the model's parameters and buffers by those of this stage, which was moved to another device."""
+        """Give the model the parameters and buffers of modules made for this stage, after a move to another device."""
         for where, kind, name, owner in self._shared:
             owner.__dict__[kind][name] = where.__dict__[kind][name]
 
@@ -510,8 +516,8 @@ def populate(
     names: Sequence[Iterable[str]],
     constants: Sequence[Mapping[str, torch.Tensor]],
 ) -> None:
-    """Replace the state of every stage by its constants and the parts of the model that ``names`` lists for it."""
-    users: dict[int, set[StageModule]] = {}  # the stages that use each tensor, by its id
+    """Replace the state of every stage with its constants and the parts of the model that ``names`` lists for it."""
+    users: dict[int, set[StageModule]] = {}  # the stages that use each tensor, by the tensor's id
     for part, of_stage in zip(parts, names, strict=True):
         for name in of_stage:
             owner, _, last = name.rpartition(".")

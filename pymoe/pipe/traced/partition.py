@@ -1,8 +1,8 @@
 """Partitions a captured graph at its stage boundaries: one graph per stage, and the edges between them.
 
 Before that, boundaries are moved out of regions, and opaque modules become arguments of the nodes that call them.
-Parameters and buffers that several stages use are replicated or transmitted, depending on what the user says and on
-in-place changes.
+Parameters and buffers that several stages use are replicated or transmitted, depending on the user's configuration and
+on in-place changes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Partition:
 def partition(graph: fx.Graph, state: SharedState, devices: Sequence[torch.device | None] = ()) -> Partition:
     """Partition a captured graph at its markers.
 
-    A stage gets every value directly from the stage that computes it or, if the value is changed in place, from the
-    last stage that changes it. Where possible, a stage computes sizes from tensors that it has anyway. ``devices``: for
+    A stage gets every value directly from the stage that computes it or, if earlier stages change the value in place,
+    from the last of these. Where possible, a stage computes sizes from tensors that it has anyway. ``devices``: for
     every stage, the device of the tensors that it creates; None, or an empty sequence: the device of the capture.
 
     Raises:
@@ -110,7 +110,7 @@ class _StageBuilder:
         self._device = device
         self._graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self._inputs: dict[fx.Node, Source] = {}  # by node of the whole graph
+        self._inputs: dict[fx.Node, Source] = {}  # the sources of this stage's inputs, by node of the whole graph
         self._given: dict[fx.Node, int] = {}
         self._end: fx.Node | None = None  # the last placeholder
         self._state: list[str] = []
@@ -139,8 +139,8 @@ class _StageBuilder:
         for node in self._given:
             local = self.copies[node]
             aliases = self._partitioner.aliases
-            # Stages change this buffer in place. Send its present contents, not what it contains in the next
-            # micro-batch.
+            # The value is in the memory of a buffer that stages change in place. Send a copy, because the buffer may
+            # change again before another stage uses the value.
             if aliases.base(node).op == "get_attr" and aliases.writers(node):
                 local = self._graph.call_function(torch.ops.aten.clone.default, (local,))
             given.append(local)
@@ -213,7 +213,7 @@ def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     dependent = _dependent(graph)
     numbers: dict[fx.Node, int] = {}
     stage, computes, is_over = 0, False, False
-    waiting: list[fx.Node] = []  # views after a boundary belong to the stage that begins there, if any
+    waiting: list[fx.Node] = []  # views etc. after a boundary: part of the stage that begins there, if any
     for node in graph.nodes:
         if is_marker(node):
             is_over = computes
@@ -227,7 +227,7 @@ def _stage_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
             elif is_over:
                 waiting.append(node)
             numbers[node] = stage
-            if node.target is operator.getitem:  # an item belongs to the stage of its sequence
+            if node.target is operator.getitem:  # an item of a list belongs to the stage that makes the list
                 numbers[node] = numbers.get(node.all_input_nodes[0], stage)
     for node in reversed(graph.nodes):
         if node in numbers and node not in dependent:  # a constant is computed in the stage that uses it first
@@ -287,7 +287,7 @@ def split_regions(graph: fx.Graph) -> None:
 
 
 def _split_region(graph: fx.Graph, node: fx.Node, region: Region) -> None:
-    """Replace a region that contains markers by several regions, with the markers between them."""
+    """Replace a region that contains markers with several regions, with the markers between them."""
     block = region.graph.graph
     # The nodes of the outer graph that represent nodes of the block.
     outside: dict[fx.Node, Any] = dict(zip(block.find_nodes(op="placeholder"), node.args, strict=True))
@@ -347,7 +347,7 @@ class ModuleCall:
 
     def __init__(self, call: OpaqueModule) -> None:
         self.__name__ = call.__name__
-        # Used to convert leaves to arguments; it must not refer to the module, which is one of the arguments.
+        # This copy converts leaves to arguments. It must not refer to the module, which is an argument of the node.
         self._call = copy.copy(call)
         self._call.function = self._call.module = None  # type: ignore[assignment]
 
@@ -359,7 +359,7 @@ class ModuleCall:
 
 
 def modules_as_arguments(graph: fx.Graph) -> None:
-    """Make ``get_attr`` nodes fetch the opaque modules that a graph calls, so that these are part of a stage's state.
+    """Make ``get_attr`` nodes fetch the opaque modules that a graph calls: such nodes define the state of a stage.
 
     Raises:
         ValueError: the whole model is opaque.
@@ -378,9 +378,9 @@ def _give(node: fx.Node, module: fx.Node) -> None:
 
 
 def _convert(node: fx.Node) -> list[str]:
-    """Make the node take its opaque modules as arguments, and return their names.
+    """Prepare the node to take its opaque modules as arguments, and return the names of these modules.
 
-    They are the first arguments of a call, and the last ones of a region.
+    The caller adds the arguments with :func:`_give`: at the front for a call, at the end for a region.
     """
     target = node.target
     if isinstance(target, OpaqueModule):
@@ -437,8 +437,8 @@ class SharedState:
     replicated."""
 
     def transmitted(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], aliases: Aliases) -> dict[fx.Node, int]:
-        """Return the parameters and buffers whose values are transmitted between stages, each with the stage that sends
-        it.
+        """Return the parameters and buffers whose values are transmitted between stages, and for each the number of
+        the stage that sends it.
 
         Raises:
             ValueError: some of the stages that use a buffer change it, but not all of them, and not only the first one.
@@ -480,16 +480,17 @@ def by_first_name(spec: Spec, model: nn.Module) -> Spec:
 
 
 def _is_changed(node: fx.Node, users: list[int], stage_of: Mapping[fx.Node, int], aliases: Aliases) -> bool:
-    """Return whether only the first stage that uses the buffer changes it, so that later ones must receive its value.
+    """Return whether the buffer ``node`` is changed only by the first of its ``users``, so that the later ones must
+    receive its value.
 
-    Return False if no stage changes it, or all that use it do.
+    Return False if no stage changes the buffer, or if all its users do.
 
     Raises:
-        ValueError: any other set of stages changes it.
+        ValueError: any other set of stages changes the buffer.
     """
     writers = sorted({stage_of[writer] for writer in aliases.writers(node)})
     if not writers or writers == users:
-        return False  # stages that all change a buffer take turns
+        return False  # the schedule makes stages that all change a buffer take turns
     if writers == users[:1]:
         return True
     raise ValueError(
@@ -502,12 +503,12 @@ class Aliases:
     """Finds, from the schemas of operators, which tensors the nodes of a graph change in place, and which tensors are
     views of others.
 
-    The base of a view is the node whose tensor's memory it shares.
+    The base of a view is the node whose tensor owns the memory that the view shares.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._bases: dict[fx.Node, fx.Node] = {}
-        self._writers: dict[fx.Node, list[fx.Node]] = {}  # by base: the nodes that write to its memory
+        self._writers: dict[fx.Node, list[fx.Node]] = {}  # for each base: the nodes that write to its memory
         for node in graph.nodes:
             if (viewed := _viewed(node)) is not None:
                 self._bases[node] = self.base(viewed)
@@ -538,7 +539,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the argument with which the result of this node shares memory; None if there is none."""
+    """Return the argument with which the node's result shares memory; None if there is none."""
     if node.target is operator.getitem:
         first = node.args[0]
         return _out_of_block(first, node.args[1]) if isinstance(first, fx.Node) else None
@@ -555,9 +556,10 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _out_of_block(node: fx.Node, number: Any) -> fx.Node | None:
-    """Return the argument of a region that shares memory with its output ``number``, or the region if there is none.
+    """Return the argument of the region ``node`` that shares memory with the region's output ``number``, or ``node`` if
+    there is no such argument.
 
-    Return None if this argument is not a node, and ``node`` itself if it is not a region.
+    Return None if that argument is not a node; return ``node`` if it is not a region.
     """
     if not isinstance(node.target, Region):
         return node

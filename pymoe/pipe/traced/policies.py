@@ -105,10 +105,10 @@ def _costs_in_order(graph: fx.Graph, nodes: list[fx.Node], costs: Costs) -> list
 
 
 def _live_values(graph: fx.Graph, nodes: list[fx.Node]) -> list[int]:
-    """Return, for every node of ``nodes``, the number of tensors made by earlier nodes that this node or a later one
-    uses.
+    """Return, for every node of ``nodes``, the number of tensors that were made by earlier nodes and are used by this
+    node or a later one.
 
-    Inputs, parameters and buffers do not count, because stages get them directly.
+    A tensor and its views count once. Inputs, parameters and buffers do not count, because stages get them directly.
     """
     aliases, places = Aliases(graph), {node: place for place, node in enumerate(nodes)}
     position: dict[fx.Node, int] = {}
@@ -145,8 +145,8 @@ def _boundaries(costs: list[float], alive: list[int], stages: int) -> list[int]:
 
 
 def _candidates(costs: list[float], alive: list[int], limit: int) -> list[int]:
-    """Return the boundaries that at most ``limit`` values cross. Of several with only zero-cost nodes between them,
-    return only the one that the fewest values cross.
+    """Return the boundaries that at most ``limit`` values cross. Of several boundaries with only zero-cost nodes
+    between them, return only the one that the fewest values cross.
     """
     found: list[int] = []
     for place in range(1, len(costs)):

@@ -1,4 +1,4 @@
-"""Marks where a model is split into stages: at ``pipe_split()`` in its code, or at the calls of its modules."""
+"""Marks where a model is split into stages: at ``pipe_split()`` in the model's code, or at calls of its submodules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _library = torch.library.Library("pymoe_pipe", "DEF")
 _library.define("split() -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("split", lambda: None, "CompositeExplicitAutograd")
 _MARKER = torch.ops.pymoe_pipe.split.default
-fx.node.has_side_effect(_MARKER)  # otherwise captures would remove the marker
+fx.node.has_side_effect(_MARKER)  # otherwise captures would remove markers as dead code
 aten_pipe_split_alias = _MARKER
 """PiPPy's name for the target of the node that :func:`pipe_split` leaves in a captured graph."""
 
@@ -144,7 +144,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> n
 
     Raises:
         TypeError: a value is not a ``SplitPoint``.
-        ValueError: the model has no submodule of that name (an ``AttributeError`` as well).
+        ValueError: the model has no submodule of a name in ``spec``. The error is also an ``AttributeError``.
 
     Example:
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))

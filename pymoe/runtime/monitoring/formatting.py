@@ -24,7 +24,7 @@ def number(value: float) -> str:
 
 
 def lost(stats: PoolStats) -> dict[str, int]:
-    """Return the number of requests that have no result, by reason; reasons with the number 0 are omitted."""
+    """Return the number of requests that have no result, by reason; reasons that do not occur are omitted."""
     reasons = ("failed", "cancelled", "expired", "rejected")
     return {reason: getattr(stats, reason) for reason in reasons if getattr(stats, reason)}
 

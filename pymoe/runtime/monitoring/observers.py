@@ -18,7 +18,7 @@ logger = logging.getLogger("pymoe.runtime")
 class Observers:
     """The log of statistics and the monitor of one runtime. Each has a thread and refers to the pools only if enabled.
 
-    Neither refers to the runtime, so that it can be collected.
+    Neither refers to the runtime, so that the runtime can be collected.
 
     Args:
         pools: the runtime's pools, which may be added and removed.

@@ -6,7 +6,7 @@ folder that only this user may write to: ``$XDG_RUNTIME_DIR/pymoe``, or ``pymoe-
 root) may connect: the socket has mode 0600, and the connecting user is checked where the system reports it.
 
 The protocol: when it receives a line, whatever the line contains, the server sends one line of JSON (also for several
-lines that arrive together). It contains the statistics since the previous line of JSON on the same connection.
+lines that arrive together). The JSON contains the statistics since the previous line of JSON on the same connection.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def private_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder if it does not exist.
+    """Make the folder if it does not exist, and check that only this user may write to it.
 
     Raises:
         PermissionError: another user owns the folder, its group or others may write to it, or it is a symbolic link.
@@ -88,7 +88,7 @@ class Monitor:
         make_private(folder)
         self._process = os.getpid()
         path = folder / f"{self._process}-{next(_numbers)}{SUFFIX}"
-        path.unlink(missing_ok=True)  # a process with the same ID may have been killed and left it
+        path.unlink(missing_ok=True)  # a killed process with the same ID may have left a socket
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(path))
@@ -160,7 +160,10 @@ def serve(listener: socket.socket, waker: socket.socket, pools: Iterable[Pool] |
 
 
 def answer(viewer: socket.socket, reader: StatsReader, began: float) -> bool:
-    """Receive from the viewer, and send a report if a line has ended; return False if it is gone or does not read."""
+    """Receive from the viewer, and send a report if a line has ended.
+
+    Return False if the viewer is gone or does not read.
+    """
     try:
         received = viewer.recv(4096)
         if b"\n" in received:
@@ -184,7 +187,7 @@ def report(reader: StatsReader, began: float) -> dict[str, Any]:
 def may_see(viewer: socket.socket) -> bool:
     """Return whether the process at the other end runs as this user or as root.
 
-    Return True if the system does not report the user: the mode of the socket keeps other users out as well.
+    Return True if the system does not report the user: the socket's mode also keeps other users out.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True

@@ -136,7 +136,10 @@ class ServedPools:
                 self._begun.pop(pool, None)
 
     def begun(self, pool: Pool) -> tuple[float, Snapshot]:
-        """Return the time when the pool was added and its counters then; both of now for a pool of the constructor."""
+        """Return the time when the pool was added, with its counters at that time.
+
+        For a pool of the constructor, return the present time and counters.
+        """
         with self._lock:
             begun = self._begun.get(pool)
         return timed_snapshot(pool) if begun is None else begun
@@ -163,8 +166,9 @@ class StatsReader:
 
     Args:
         pools: the pools to read. If several have the same name, ``#2``, ``#3``, … is appended to the later ones.
-        recent: whether counts and distributions also cover only this time. Their ``max`` is then an upper bound: the
-            end of the last bucket that is not empty, or the largest value of the pool's whole life if that is smaller.
+        recent: whether counts and distributions, too, cover only the time since the previous read. Their ``max`` is
+            then an upper bound: the end of the last bucket that is not empty, or the largest value of the pool's whole
+            life if that is smaller.
     """
 
     def __init__(self, pools: Iterable[Pool] | ServedPools, *, recent: bool = False) -> None:
@@ -252,7 +256,7 @@ def distribution(histogram: tuple[Sequence[int], int, int], unit: float) -> Dist
     if not buckets:
         return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
     count = sum(one.count for one in buckets)
-    most = min(buckets[-1].high, largest * unit)  # `largest` may be the value of an event before these counts began
+    most = min(buckets[-1].high, largest * unit)  # `largest` may be from the time before these counts
     p50, p90, p99 = (quantile(buckets, share, most) for share in (0.5, 0.9, 0.99))
     return Distribution(count, total * unit / count, p50, p90, p99, most, tuple(buckets))
 
