@@ -31,7 +31,7 @@ def wait_for_gloo_at_exit() -> None:
 
     Without Linux's ``/proc`` it waits only for 3 milliseconds.
     """
-    # A forked child must register again, because a Finalize does nothing in another process than the one that made it.
+    # A forked child must register again, because a Finalize does nothing except in the process that created it.
     if os.getpid() not in _waiting:
         _waiting.add(os.getpid())
         # This runs after the failure detectors of pipes, which have higher priorities and still use their process

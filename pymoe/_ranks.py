@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-# No message has this tag or a higher one: :func:`abort_waits` waits for messages with such tags.
+# No rank sends messages with this tag or a higher one; :func:`abort_waits` waits for such messages.
 ABORT_TAG = 2**30
 
 

@@ -67,7 +67,7 @@ def canary(exercise: Callable[[], Exercises]) -> Callable[[], None]:
         else:
             thread.join()
         if failure and "in combination with fork" in str(failure[0]):
-            # Raise the error itself: torch cannot run a backward pass in this forked process, which says nothing about
+            # Raise the error unchanged: that torch cannot run a backward pass in this forked process says nothing about
             # the names.
             raise failure[0]
         if lost or failure:
@@ -187,8 +187,8 @@ class _Counting(TorchFunctionMode):
 
 
 def _switches(get: Callable[[], bool], put: Callable[[bool], Any]) -> bool:
-    """Return whether ``get`` returns the value that ``put`` has just set, for True and for False. Restores the first
-    value.
+    """Return whether ``get`` returns the value that ``put`` has just set, for True and for False; restore the
+    original value.
     """
     usual, answers = get(), []
     for value in (not usual, usual):

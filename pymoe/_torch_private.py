@@ -50,7 +50,7 @@ NormBase = _batchnorm._NormBase
 
 # The dictionaries of hooks that run in a call of a module or in its backward pass: the hooks of all modules, and the
 # names of the dictionaries of one module. ``register_forward_hook`` and similar functions only return handles of single
-# hooks. A kind that a later version of torch adds is included until tests/nn/test_plain_calls.py classifies it.
+# hooks. A kind that a later version of torch adds is included, too; tests/nn/test_plain_calls.py then fails.
 global_call_hooks: list[Any] = [
     hooks
     for name, hooks in vars(_module).items()
@@ -65,7 +65,7 @@ _C: Any = torch._C
 # --- Graphs of autograd
 # Runs a backward pass. ``autograd.grad`` would first check and convert its arguments, which takes several microseconds.
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-# Makes the running backward pass call a function at its end, unless it raises.
+# Makes the running backward pass call a function at its end, unless the pass raises.
 queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # The base class of the nodes that an ``autograd.Function`` in Python creates; ``autograd.graph.Node`` is that of all
 # nodes.
@@ -76,8 +76,8 @@ DelayedError: Any = _C._functions.DelayedError
 # Returns the sequence number that this thread's next node will have. The engine runs ready nodes in descending order of
 # their sequence numbers.
 get_sequence_nr: Any = _C._autograd._get_sequence_nr
-# Returns whether the backward pass that this thread is running was started with ``retain_graph``, which a node's
-# backward cannot see otherwise.
+# Returns whether the backward pass that this thread is running was started with ``retain_graph``. A node's
+# backward cannot see this otherwise.
 get_current_graph_task_keep_graph: Any = _C._autograd._get_current_graph_task_keep_graph
 # Returns the ID of the backward pass that this thread is running; -1 if it is running none.
 current_graph_task_id: Any = _C._current_graph_task_id
@@ -90,8 +90,8 @@ SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 FunctionMeta = torch.autograd.function.FunctionMeta
 
 # --- Settings of a thread
-# Most public functions are context managers: some cannot copy a setting to another thread, the others cost microseconds
-# more in every call.
+# Most public counterparts are context managers. Some of them cannot copy a setting to another thread; the others cost
+# microseconds more in every call.
 set_grad_enabled: Any = _C._set_grad_enabled
 InferenceMode: Any = _C._InferenceMode
 is_fwd_grad_enabled: Any = _C._is_fwd_grad_enabled
@@ -101,7 +101,7 @@ is_multithreading_enabled: Any = _C._is_multithreading_enabled
 set_multithreading_enabled: Any = _C._set_multithreading_enabled
 is_view_replay_enabled: Any = _C._is_view_replay_enabled
 set_view_replay_enabled: Any = _C._set_view_replay_enabled
-# The public function tests a single type of device.
+# The public function ``torch.is_autocast_enabled`` tests a single type of device.
 is_any_autocast_enabled: Any = _C._is_any_autocast_enabled
 is_torch_function_enabled: Any = _C._is_torch_function_enabled
 is_torch_function_all_disabled: Any = _C._is_torch_function_all_disabled
@@ -112,7 +112,7 @@ DisableTorchFunction: Any = _C.DisableTorchFunction
 len_torch_function_stack: Any = _C._len_torch_function_stack
 push_on_torch_function_stack: Any = _C._push_on_torch_function_stack
 pop_torch_function_stack: Any = _C._pop_torch_function_stack
-# Returns the active modes, the outermost first.
+# Returns the active function modes, the outermost first.
 get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack
 len_torch_dispatch_stack: Any = _C._len_torch_dispatch_stack
 get_current_dispatch_mode_stack: Any = _dispatch._get_current_dispatch_mode_stack
@@ -120,9 +120,9 @@ push_mode: Any = _dispatch._push_mode
 pop_mode: Any = _dispatch._pop_mode
 # The base class of modes that are called for every operator. torch offers it only in a private module.
 TorchDispatchMode = _dispatch.TorchDispatchMode
-# A context manager that leaves all dispatch modes.
+# A context manager inside which no dispatch mode is active.
 disable_current_modes: Any = _dispatch._disable_current_modes
-# Thread-local; it contains the mode that ``torch.set_default_device`` has set.
+# A thread-local object that contains the mode that ``torch.set_default_device`` has set.
 GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT
 top_saved_tensors_default_hooks: Any = _C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_default_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
@@ -130,25 +130,25 @@ pop_saved_tensors_default_hooks: Any = _C._autograd._pop_saved_tensors_default_h
 saved_tensors_hooks_disable: Any = _C._autograd._saved_tensors_hooks_disable
 saved_tensors_hooks_enable: Any = _C._autograd._saved_tensors_hooks_enable
 saved_tensors_hooks_get_disabled_error_message: Any = _C._autograd._saved_tensors_hooks_get_disabled_error_message
-# ``torch.autograd.profiler`` can only tell whether it has itself started a profiler.
+# ``torch.autograd.profiler`` only shows whether it has started a profiler itself.
 profiler_enabled: Any = _C._autograd._profiler_enabled
 
 # --- Transforms of ``torch.func``. No public function tells whether one is active.
 are_functorch_transforms_active: Any = _C._are_functorch_transforms_active
 # Returns a tensor without its wrapper, if the transform that has wrapped it has ended.
 unwrap_if_dead: Any = _C._functorch.unwrap_if_dead
-# A context manager that leaves all transforms.
+# A context manager inside which no transform is active.
 temporarily_clear_interpreter_stack = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 
 # --- The dispatcher. ``torch.library`` registers kernels and cannot list them.
 parse_dispatch_key: Any = _C._parse_dispatch_key
-# Sets the keys of the current thread only.
+# These two functions set a dispatch key for the current thread only.
 dispatch_tls_set_dispatch_key_included: Any = _C._dispatch_tls_set_dispatch_key_included
 dispatch_tls_set_dispatch_key_excluded: Any = _C._dispatch_tls_set_dispatch_key_excluded
 dispatch_has_backend_fallback: Any = _C._dispatch_has_backend_fallback
 dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
 dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
-# The dispatch keys that come after those of autograd.
+# The dispatch keys that come after ADInplaceOrView, and so after those of autograd.
 after_ADInplaceOrView_keyset: Any = _C._after_ADInplaceOrView_keyset
 # Adds many pairs of tensors in one call; ``torch.optim`` uses it, too.
 foreach_add_: Any = torch._foreach_add_

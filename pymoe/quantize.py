@@ -37,7 +37,7 @@ GGUF = ".gguf"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 0, or 1 if no model was written. A wrong command line exits with 2."""
+    """Run the command; return the exit status: 0, or 1 if no model was written. Wrong options exit with status 2."""
     description = "Round the experts of a checkpoint of transformers to 8 or 4 bits, weight by weight."
     parser = CommandLine(prog="python -m pymoe.quantize", description=description)
     parser.add_argument(

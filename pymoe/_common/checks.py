@@ -126,7 +126,7 @@ def routing(operator: str, value: Routing, rows_argument: str, rows: Tensor) -> 
 def in_range(operator: str, argument: str, indices: Tensor, low: int, end: int, name: str) -> None:
     """Raise IndexError unless low <= index < end for all ``indices``, which are (T, K).
 
-    The native CPU kernels check the same themselves. ``name`` is what the message calls ``end``.
+    The native CPU kernels perform this check themselves. ``name`` is the name of ``end`` in the message.
     """
     bad = (indices < low) | (indices >= end)
     if bool(bad.any()):

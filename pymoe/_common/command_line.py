@@ -35,8 +35,9 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def file_to_write(argument: str) -> Path:
-    """Parse the path of a file that a command will write, as an argparse type: this refuses a wrong path before any
-    work.
+    """Parse the path of a file that a command will write, as an argparse type.
+
+    Wrong paths are thus refused before the command does any work.
 
     Raises:
         ArgumentTypeError: the path is empty or is a folder, or its parent folder does not exist.

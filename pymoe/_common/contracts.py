@@ -243,7 +243,7 @@ def check_experts(operator: str, experts: Tensor, num_experts: int, foreign_expe
 
 
 def check_dispatch(x: Tensor, routing: Routing) -> None:
-    """Raise if the arguments of :func:`dispatch` break its contract."""
+    """Raise if the arguments of :func:`dispatch`, except ``out``, break its contract; slots are not checked."""
     if _dispatch_fits(x, routing):
         return
     checks.floating("dispatch", "x", x)
@@ -406,7 +406,7 @@ def check_bias(
 def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear", argument: str = "offsets") -> None:
     """Raise unless ``bounds``, the values of ``offsets``, start at 0, never decrease, and end at ``rows`` or below.
 
-    The native CPU kernels check the same themselves.
+    The native CPU kernels perform this check themselves.
     """
     if bounds[0] != 0:
         raise ValueError(f"{operator}: {argument} must start at 0, got {bounds[0]}")
@@ -420,7 +420,7 @@ def check_offsets(bounds: list[int], rows: int, operator: str = "grouped_linear"
 def check_order(places: list[int], rows: int, operator: str = "grouped_linear") -> None:
     """Raise unless ``places`` are indices of distinct rows.
 
-    The native CPU kernels check the same themselves.
+    The native CPU kernels perform this check themselves.
 
     Args:
         places: the first ``offsets[-1]`` values of ``order``, which are the values in use.
@@ -522,7 +522,7 @@ def check_rounded(operator: str, format: str) -> None:
 
 
 def check_quantized(operator: str, argument: str, weight: QuantizedWeight) -> None:
-    """Raise unless ``weight`` is a :class:`QuantizedWeight` with consistent fields."""
+    """Raise unless ``weight`` is a :class:`QuantizedWeight` (or a tuple of its first fields) whose fields agree."""
     if not (isinstance(weight, tuple) and len(weight) in (4, 5, 6)):
         raise TypeError(f"{operator}: {argument} must be a QuantizedWeight, got {type(weight).__name__}")
     packed, bits, output_features, input_features, format, prefetch = QuantizedWeight(*weight)

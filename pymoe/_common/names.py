@@ -41,9 +41,9 @@ def suggestion(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = _
 
 
 def _nearest(name: str, names: Iterable[str], cutoff: float = 0.65) -> list[str]:
-    """Return the name that is most similar to ``name``, followed by up to two that are nearly as similar.
+    """Return the name that is most similar to ``name``, followed by up to two others that are nearly as similar.
 
-    Names with a similarity below ``cutoff`` (0 to 1) are left out.
+    Names with a similarity below ``cutoff`` (0 to 1) are left out; the list may be empty.
     """
     lower = {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), lower, 3, cutoff)

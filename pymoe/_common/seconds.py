@@ -16,7 +16,7 @@ def check_seconds(
     Args:
         what: name of the option in messages.
         seconds: the value to check.
-        positive: refuse 0.
+        positive: require a value above 0.
         finite: refuse infinity.
         least: smallest allowed value, unless ``positive``. Pass minus infinity if ``seconds`` is the time until a
             deadline, which may have passed.

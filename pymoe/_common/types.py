@@ -30,7 +30,7 @@ def autocast_enabled(device_type: str) -> bool:
 def cast_operands(*operands: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast operands as ``F.linear`` does inside ``torch.autocast``.
 
-    While autocast is on for the device of the first operand (the CPU if that is no tensor), every floating tensor
+    While autocast is on for the device of the first operand (the CPU if it is not a tensor), every floating tensor
     except float64 is cast to the autocast dtype, differentiably. All other operands are returned unchanged.
     """
     device = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"

@@ -83,8 +83,8 @@ class Operator:
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
     """Return the tensors in an operator's result, at any depth of nesting.
 
-    So that ints and strings can be compared, too, an int becomes a scalar tensor, and a str a tensor of the codes of
-    its characters.
+    So that ints and strings can be compared, too, an int becomes a scalar tensor, and a str a tensor of its character
+    codes.
     """
     if isinstance(result, Tensor):
         return (result,)
@@ -144,7 +144,7 @@ def same_layout_copy(value: Tensor, device: torch.device | None = None) -> Tenso
 
 
 def call(function: Callable[..., Any], sample: Sample) -> Any:
-    """Return ``function(*args, **kwargs)`` for the arguments of ``sample``; copy a tensor ``out`` before the call."""
+    """Return ``function(*args, **kwargs)`` for the arguments of ``sample``; a tensor ``out`` is copied first."""
     kwargs = dict(sample.kwargs)
     if isinstance(kwargs.get("out"), Tensor):
         kwargs["out"] = same_layout_copy(kwargs["out"])

@@ -42,9 +42,10 @@ SCHEMA = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; return the exit status: 0, 1 if a result was wrong or a call failed, 2 after another error.
+    """Run a subcommand; return the exit status: 0, or 1 if a result was wrong or a call failed.
 
-    Exits with status 2 if the command line cannot be parsed.
+    The status is 2 if a file or value cannot be used or a package is missing. A command line that cannot be parsed ends
+    the process with status 2.
     """
     options = parser().parse_args(arguments)
     try:

@@ -26,7 +26,7 @@ CALLS_IN_GRAPH = 20
 
 
 class Rotating:
-    """A callable that calls the ``functions`` in turn, one in each call, again and again."""
+    """A callable that calls one of the ``functions`` in each call, cycling through them."""
 
     def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
         self.functions = tuple(functions)
@@ -41,8 +41,8 @@ class InGraph:
 
     A function that waits for the device, for example by reading a value of a tensor, cannot be captured. After a failed
     capture, torch's default generator on the device can no longer draw numbers (so benchmarks use other generators),
-    and torch's allocator keeps memory. Therefore the function is first called in the mode of torch that raises an error
-    when a call waits; it detects most waits.
+    and torch's allocator keeps memory. Therefore the function is called before the capture in torch's mode that
+    raises an error when a call waits; this mode detects most waits.
     """
 
     def __init__(self, function: Callable[[], object], calls: int) -> None:

@@ -36,12 +36,12 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
     """Compare two results of ``run --json``.
 
     A line is marked if its time changed by more than :data:`SMALLEST_CHANGE`, and so much that the quartile ranges of
-    the two runs no longer overlap. If both runs have the same kind of floor for it, its times are first divided by the
-    time of the floor in the same run. A line is also marked if only its new result is wrong.
+    the two runs no longer overlap. If both runs have the same kind of floor for the line, its times are first divided
+    by the time of the floor in the same run. A line is also marked if only its new result is wrong.
 
     Returns:
-        The changes of the lines that both runs timed, and the names of the other lines, with ``(now ERROR)`` behind
-        those that only the new run failed to compute.
+        The changes of the lines that both runs timed, and the names of the other lines, followed by ``(now ERROR)`` if
+        only the new run failed to compute the line.
     """
     before, after = by_name(old["lines"]), by_name(new["lines"])
     changes = [change(name, before[name], after[name]) for name in after if name in before]

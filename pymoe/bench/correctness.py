@@ -32,7 +32,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> Tensor:
 def difference(what: str, got: Tensor, wanted: Tensor, tolerance: tuple[float, float] | None) -> str:
     """Return a description of the error in ``got``, named ``what``; "" if there is none.
 
-    ``tolerance`` is (rtol, atol) for floating-point values; without it every bit must agree.
+    ``tolerance`` is (rtol, atol) for floating-point values; if it is None, every bit must agree.
     """
     for fact in ("shape", "dtype", "device"):
         seen, expected = getattr(got, fact), getattr(wanted, fact)

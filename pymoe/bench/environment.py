@@ -60,8 +60,8 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> list[str]:
-    """Return the processor's features with Linux's names (``avx2``, ``avx512_bf16``, ...); empty on other systems, and
-    on Arm.
+    """Return the processor's features by their Linux names (``avx2``, ``avx512_bf16``, ...); empty on other systems
+    and on Arm.
     """
     return (_field("/proc/cpuinfo", "flags") or "").split()
 

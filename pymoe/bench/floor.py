@@ -1,9 +1,9 @@
-"""The floor of an operator's time: the time in which ``copy_`` moves its bytes, or ``torch.mm`` computes its
-operations.
+"""The floor of an operator's time: the time in which ``copy_`` moves as many bytes as the operator, or ``torch.mm``
+computes as many operations.
 
 A floor is timed in the same rounds as the operator, with the same number of bytes (so that they fit into the same
-cache) or about the same number of operations, up to the limits ``MOST_BYTES`` and ``MOST_SIZE``. Before the first line,
-the rates of a large copy and of large products are measured.
+cache) or about the same number of operations, up to the limits ``MOST_BYTES`` and ``MOST_SIZE``. Before the first
+line is timed, the rates of a large copy and of large products are measured.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MOST_SIZE = {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Floor:
-    """A call of ``copy_`` or ``torch.mm`` with whose rate an operator's rate is compared.
+    """The baseline for an operator's rate: a call of ``copy_`` or ``torch.mm``.
 
-    Unless the limits of :func:`floor_for` are reached, it moves about as many bytes, or computes about as many
+    Unless the limits of :func:`floor_for` are reached, the call moves about as many bytes, or computes about as many
     operations, as the operator needs at least.
     """
 
@@ -69,8 +69,8 @@ def measure_rates(
 ) -> Rates:
     """Measure the rates of ``copy_`` and ``torch.mm`` as medians; ``quick`` uses smaller work and less time.
 
-    Products are measured in float32 and in ``dtypes``, on CUDA in bfloat16, too. There, ``quick`` only reduces the
-    time.
+    Products are measured in float32 and in ``dtypes``. On CUDA, they are also measured in bfloat16, and ``quick`` only
+    reduces the time.
     """
     moved, size = (QUICK_RATE_BYTES, QUICK_RATE_SIZE) if quick else (RATE_BYTES, RATE_SIZE)
     if device.type == "cuda":

@@ -56,8 +56,8 @@ class Shape:
         return 2 * (3 * self.experts * self.ffn * self.hidden) + 4 * self.tokens * self.hidden
 
     def bytes_moved(self, dtype: torch.dtype) -> int:
-        """Return about how many bytes a forward pass moves at least: input, output, and the weights of the chosen
-        experts, whose number is the expected one for tokens that choose at random.
+        """Return the approximate minimum number of bytes that a forward pass moves: those of the input, the output,
+        and the weights of the chosen experts. The number of chosen experts is its expectation for random choices.
         """
         reached = self.experts * (1 - (1 - self.choices / self.experts) ** self.tokens)
         return round((reached * 3 * self.ffn * self.hidden + 2 * self.tokens * self.hidden) * dtype.itemsize)

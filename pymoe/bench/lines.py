@@ -92,7 +92,7 @@ def lines_of(operator: Operator) -> Iterator[Line]:
 
 
 def candidates_of(operator: Operator, case: BenchCase, device: torch.device, rates: Rates) -> Candidates:
-    """Return the calls of ``operator`` to time, with the inputs of ``case`` on ``device``."""
+    """Return the calls to time for ``operator``, with the inputs of ``case`` on ``device``."""
     sample = mapped(case.make(generator()), lambda value: value.detach().to(device).requires_grad_(value.requires_grad))
     functions = {"native": operator.native, "reference": operator.reference}
     if case.baseline:

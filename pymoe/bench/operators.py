@@ -70,12 +70,12 @@ def torch_build_routing(experts: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def torch_dispatch(x: Tensor, routing: Routing, *, out: Tensor | None = None) -> Tensor:
-    """Copy each token's row to the rows of its choices. There must be no dropped choice."""
+    """Copy each token's row to the rows of its choices. No choice may be dropped."""
     return torch.index_select(x, 0, routing.token, out=out)
 
 
 def torch_combine(y: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """Multiply each row by its weight and add up the rows of each token. There must be no dropped choice."""
+    """Multiply each row by its weight and add up the rows of each token. No choice may be dropped."""
     slot, token, _ = routing
     weight_of_row = torch.empty_like(weights.view(-1)).index_put((slot.view(-1),), weights.view(-1))
     weighted = y * weight_of_row[:, None].to(y.dtype)

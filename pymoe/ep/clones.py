@@ -3,7 +3,7 @@
 Every rank computes the same plan without communication, because the plan is a pure function, in integers, of the counts
 that were exchanged. Rows for clones travel in an additional last chunk. The weights of a clone are sent once to the
 rank that computes with it, while that rank computes with its own experts; the clone's gradient is sent back once. So a
-clone saves time only if enough rows are moved to it: ``min_rows_to_clone`` is the limit.
+clone saves time only if enough rows are moved to it, at least ``min_rows_to_clone``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fewest_rows_that_pay(parameters: int, hidden_size: int) -> int:
 def plan_clones(
     counts: Tensor, clones: int, *, min_rows_to_clone: int = 1, owner: Sequence[int] | None = None
 ) -> Shares:
-    """Return the shares of ranks after ranks with few rows have cloned experts of ranks with many rows.
+    """Return each expert's hosts, with their shares of its rows, after ranks with few rows have cloned experts.
 
     The algorithm is greedy. In each step, the emptiest rank that may take another clone clones an expert of the fullest
     rank: the expert of which most rows can be moved without taking either rank across the mean number of rows. The
@@ -259,7 +259,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _WaitRowsAndWeights(torch.autograd.Function):
-    """Waits for the clones' rows and weights in one node of the graph.
+    """Waits for the clones' rows and weights in one autograd node.
 
     With one node, every rank that takes part in the exchange of the rows' gradients also takes part in that of the
     weights' gradients, even if it has no clone.

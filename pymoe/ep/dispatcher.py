@@ -1,8 +1,8 @@
 """Token dispatchers, which decide which rows of a call are sent and in which order, and sum the returned rows.
 
 - :class:`TokenDispatcher` sends a row for each choice, sorted by expert; receivers use the counts of all ranks.
-- :class:`DeduplicatingDispatcher` sends a token once to each rank of which it chose experts, with the indices of these
-  experts.
+- :class:`DeduplicatingDispatcher` sends a token, in each chunk, once to every rank that has experts chosen for it, with
+  the indices and weights of these experts.
 - :class:`PaddedDispatcher` sends the same number of rows in every call, so that the host need not read any counts.
 """
 
@@ -78,7 +78,7 @@ class TokenDispatcher:
 
     @property
     def own_counts(self) -> Tensor:
-        """Return the counts that are sent to the other ranks, (n,) int32, which begin with the load of the gate."""
+        """Return the counts to send to the other ranks, (n,) int32. The first E are the load of the gate."""
         return self.gate.load
 
     def pack(self, rows_TH: Tensor, exchange: CountExchange) -> Tensor:
@@ -103,7 +103,7 @@ class TokenDispatcher:
             routing = ops.build_routing(experts_TK, sharding.num_experts, capacity=self._own_capacity)
         rows_SH: Tensor
         if not self.group_has_capacity and not sharding.clones:
-            # The order of rows does not depend on other ranks' counts here. So gather before the host waits for them.
+            # Here the order of rows does not depend on other ranks' counts: gather before the host waits for them.
             rows_SH = ops.dispatch(rows_TH, routing)
             self.plan = self._make_plan(exchange)
         else:
@@ -239,8 +239,8 @@ class DeduplicatingDispatcher(IndexedDispatcher):
 
     The arguments are those of the base class.
 
-    The rank of the experts sums the weighted outputs of a token's experts there, in the order of the choices; the rank
-    of the token adds up these sums. A single process adds the K terms one after the other instead. So outputs and
+    A rank that receives a token sums the weighted outputs of its own experts for it, in the order of the choices; the
+    rank of the token adds up these sums. A single process adds the K terms one after the other instead. So outputs and
     gradients of inputs equal those of a single process only up to rounding. Gradients of weights and experts are bit
     for bit the same: they are sums and products of the same values in the same order.
 
@@ -396,9 +396,9 @@ class PaddedDispatcher(IndexedDispatcher):
         return (limit - before_E).clamp(min=0)
 
     def _assign_rows(self, kept_TK: Tensor | None) -> None:
-        """Fill the rows for each destination with the first choices that go there, and set the indices of experts.
+        """Assign the rows for each destination to the first choices that go there; set ``routing`` and ``indices_SK``.
 
-        Add the number of choices that did not fit to the record ``overflowed``.
+        The number of choices that do not fit is added to the record ``overflowed``.
 
         ``kept_TK`` (T, K) bool is False for choices that are past a capacity; None keeps all choices.
         """
@@ -426,7 +426,7 @@ class PaddedDispatcher(IndexedDispatcher):
         self._notes["overflowed"].add_(kept - (slot_TK >= 0).sum())
 
     def _note_difference(self) -> None:
-        """Record the headers of this call if it is the first in which ranks disagree since :func:`check_calls`.
+        """Record the message headers of this call if it is the first with a disagreement since :func:`check_calls`.
 
         Nothing is copied to the host.
         """
@@ -451,10 +451,10 @@ def _first_choices(experts_TK: Tensor, limit_E: Tensor, ops: ModuleType) -> Tens
 
 
 def device_notes(sharding: ExpertSharding, device: torch.device) -> LocalTensors:
-    """Return empty records of a layer on ``device``.
+    """Return new records of a layer on ``device``, filled with zeros.
 
-    They are the number of choices that did not fit (``overflowed``), and the ``headers`` of the first call in which
-    ranks disagreed since the last :func:`check_calls`.
+    ``overflowed`` is the number of choices that did not fit. ``headers`` are the message headers of the first call in
+    which ranks disagreed since the last :func:`check_calls`.
     """
     return LocalTensors(
         overflowed=torch.zeros((), dtype=torch.int64, device=device),

@@ -63,7 +63,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
 def next_model_number(group: dist.ProcessGroup) -> int:
-    """Count a new model that is sharded over ``group``; return its number: 1, then 2, ...
+    """Count a new model that is sharded over ``group``; return the model's number: 1, then 2, ...
 
     This also makes the process wait at exit for the threads of gloo (:func:`wait_for_gloo_at_exit`).
     """
@@ -85,7 +85,7 @@ def register_layer(sharding: ExpertSharding) -> None:
 
 @cache
 def layer_number(title: str) -> int:
-    """Return the identifier of a layer in messages, a checksum of ``title``; store the title for errors."""
+    """Store the title of a layer for errors; return the layer's identifier in messages, a checksum of ``title``."""
     number = zlib.crc32(title.encode()) & 0x7FFFFFFF
     _titles[number] = title
     return number
@@ -141,7 +141,7 @@ MEANING = {
     "capacity": "its capacity_factor",
     "options": "the options of its router, experts and losses",
 }
-HEADER = len(MEANING) + 2  # the signature, then FAILED or 0, then the number of tokens
+HEADER = len(MEANING) + 2  # a message begins with the signature, FAILED or 0, and the number of tokens
 
 
 def call_signature(
@@ -270,9 +270,9 @@ def report_failure(sharding: ExpertSharding, error: BaseException) -> None:
 
     This waits until all ranks have called a layer of the group.
     """
-    with contextlib.suppress(GroupError):  # all ranks raise it; here, `error` is raised anyway
+    with contextlib.suppress(GroupError):  # read() raises it on all ranks; the caller raises `error`
         CountExchange(sharding, None, error=error).read()
-    if sharding.transport == "padded":  # the others wait for rows without reading the message
+    if sharding.transport == "padded":  # the other ranks wait for rows, and do not read the message
         report_error(sharding, f"raised {describe_error(error)}")
 
 
@@ -328,7 +328,7 @@ def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _failure_message(sharding: ExpertSharding, error: BaseException | None, length: int) -> list[int]:
-    """Return a message with the text of an error, one character code per number, instead of counts."""
+    """Return a message that contains, in place of counts, the text of an error: one character code per number."""
     text = "" if error is None else describe_error(error)
     header = [layer_number(sharding.title), *[0] * (HEADER - 3), FAILED, 0]
     return (header + [ord(character) for character in text] + [0] * length)[:length]
@@ -590,12 +590,12 @@ class _WaitCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # In a layer's backward pass, this is the first node that exchanges rows.
+        # This is the first node of a layer's backward that exchanges rows: from here on, ranks wait for each other.
         report_failed_backward(ctx.exchange.counts.sharding)
         return None, *start_dispatch(grad_SH, ctx.exchange.gradients)
 
 
-# Start of and wait for a dispatch and a combine, as nodes of the autograd graph.
+# Autograd nodes that start a dispatch or a combine, or wait for it.
 
 start_dispatch: Callable[[Tensor, AllToAll], tuple[Tensor, ...]] = _StartDispatch.apply
 """Start sending all chunks of rows (S, H) to the ranks of the experts; return a handle for each chunk."""

@@ -43,7 +43,8 @@ outdated_gradients = WeakIdKeyDictionary()
 def mark_replaced(parameter: nn.Parameter, function: str) -> None:
     """Mark ``parameter`` as replaced by ``pymoe.ep.<function>``.
 
-    The steps of optimizers that still contain it raise, unless it is frozen or has a gradient from after this call.
+    An optimizer that still contains ``parameter`` raises in its next step, unless the parameter is frozen or has
+    received a gradient after this call.
     """
     parameter.replaced_by_pymoe_ep = function  # type: ignore[attr-defined]
     if parameter.grad is not None:
@@ -67,9 +68,9 @@ class ExpertShards(nn.Module):
     """Number of calls of ``redistribute`` that have moved these experts."""
 
     def shard_parameters(self, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
-        """Replace every parameter by a DTensor that has only this rank's experts in memory.
+        """Replace every parameter with a DTensor that has only this rank's experts in memory.
 
-        Of a :class:`pymoe.nn.QuantizedLinear`, replace ``packed``.
+        In a :class:`pymoe.nn.QuantizedLinear`, replace the buffer ``packed``.
 
         Args:
             sharding: the layer's sharding.
@@ -185,7 +186,8 @@ class ExpertShards(nn.Module):
     def _in_own_layout(self, given: Tensor, parameter: DTensor) -> Tensor:
         """Convert a value for ``parameter``, from a file or another model, to the layout and order of ``parameter``.
 
-        Return a DTensor unchanged if expert e is at position e. For other DTensors, all ranks must call this.
+        If the sharding has no ``order``, a DTensor is returned unchanged. If it has one, all ranks must call this for a
+        DTensor.
         """
         order = self.sharding.order
         if isinstance(given, DTensor):
@@ -213,14 +215,14 @@ class ExpertShards(nn.Module):
         b_in: Tensor | None,
         b_out: Tensor | None,
     ) -> Tensor:
-        """Return (N, H): for every row, the output of its expert, which ``plan`` determines."""
+        """Return (N, H): for every row, the output of the expert to which ``plan`` assigns the row."""
         if _number(w_in) == 0:
             return _without_experts(rows, w_in, w_out, b_in, b_out, *_tensors(adapters))
         # Products take rows in the order of experts, and the rows of one expert in the order of ranks. Then every sum
         # over rows equals the sum in one process with the tokens of all ranks. On the CPU the product reads the rows
-        # through `order`, without sorting them in memory. They are sorted in memory on CUDA, because torch's grouped
-        # product, which may be faster, takes only sorted rows, and on both devices for quantised weights and adapters,
-        # whose products also take only sorted rows.
+        # through `order`, without sorting them in memory. On CUDA the rows are sorted in memory, because torch's
+        # grouped product, which may be faster, takes only sorted rows. The products of quantised weights and of
+        # adapters take only sorted rows, too, on both devices.
         ops = raw_operators(self.backend)
         experts, number = plan.expert_of_rows(chunk, rows.device)
         routing = ops.build_routing(experts, number)

@@ -107,7 +107,7 @@ class GroupMembers:
             self.reports.append(key)
 
     def reported(self, exchange: int) -> Failure | None:
-        """Return the reported failure that prevents the completion of the exchange number ``exchange``, or None."""
+        """Return the reported failure because of which exchange number ``exchange`` cannot end, or None."""
         if self.store is None:
             return None
         # Also read the record of a lost connection: this rank may wait for a rank that is busy in another group. That
@@ -124,7 +124,7 @@ class GroupMembers:
             self.store.delete(self.reports.pop())
 
     def find_failure(self) -> Failure | None:
-        """Find and record the failure that closed a connection; return None if it is not found in ``NAMING_S``."""
+        """Find and record the failure that closed a connection; return None if ``NAMING_S`` seconds do not suffice."""
         limit = time.monotonic() + NAMING_S
         while self.failure is None and time.monotonic() < limit:
             self.failure = None if self.store is None else self.store.read("failure")
@@ -278,7 +278,7 @@ class Exchange:
         """
         members = self._members
         try:
-            # On a GPU, wait without a timeout, which makes only the stream wait: a timeout would block the host.
+            # On a GPU, wait without a timeout: then only the stream waits, whereas a timeout would block the host.
             if members is None or self._sharding.mesh.device_type != "cpu":
                 self._work.wait()
             else:
@@ -289,9 +289,9 @@ class Exchange:
             members.remove_reports()
 
     def _wait_or_abort(self, members: GroupMembers) -> None:
-        """Wait for the collective, looking for a record of a failure every ``LOOK``.
+        """Wait for the collective. Every ``LOOK``, look for the record of a failure.
 
-        If there is one, end all waits in the group.
+        If there is a record, end all waits in the group; the wait then raises RuntimeError.
         """
         while True:
             begun = time.monotonic()
@@ -371,8 +371,8 @@ def report_failed_backward(sharding: ExpertSharding) -> bool:
 class _Backward:
     """Calls ``failed`` if a backward pass raises an error.
 
-    This object is queued as a callback of the pass. Autograd calls it at the end of the pass; after an error, autograd
-    deletes it without a call.
+    This object is queued as a callback of the pass. Autograd calls the object at the end of the pass; after an error,
+    autograd deletes it without a call, and its destructor calls ``failed``.
     """
 
     def __init__(self, failed: Callable[[], object]) -> None:
@@ -387,7 +387,7 @@ class _Backward:
 
 
 class _Fail(torch.autograd.Function):
-    """A function of autograd whose backward queues the callback ``end``, and then raises if ``fails`` is true."""
+    """An autograd Function whose backward queues the callback ``end``, and then raises if ``fails`` is true."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: _Backward, fails: bool) -> Tensor:

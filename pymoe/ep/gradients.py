@@ -297,7 +297,10 @@ def _broadcast_from_first_replica(experts: dict[str, ExpertShards], mesh: Device
 
 
 def _flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of one dimension with all ranks of ``mesh``. Unless these are all ranks, create a group of them."""
+    """Return a mesh of one dimension with all ranks of ``mesh``.
+
+    If ``mesh`` has two dimensions and does not have all ranks of the default group, create a group for its ranks.
+    """
     if mesh.ndim == 1:
         return mesh
     ranks = mesh.mesh.flatten().tolist()
@@ -371,7 +374,7 @@ def _fsdp(
     blocks: list[nn.Module],
     options: dict[str, Any],
 ) -> nn.Module:
-    options.pop("init_sync", None)  # an argument of DDP that fully_shard, which broadcasts nothing, does not have
+    options.pop("init_sync", None)  # only DDP has this argument: fully_shard broadcasts nothing
     own: set[nn.Parameter] = set()
     for one in experts.values():
         if _are_cut_further(mesh, options):
@@ -398,9 +401,9 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _move_to_mesh(experts: ExpertShards, mesh: DeviceMesh) -> None:
-    """Replace the parameters of ``experts`` by DTensors on ``mesh``, which must have the same ranks as their own mesh.
+    """Replace the parameters of ``experts`` with DTensors on ``mesh``, which has the same ranks as their own mesh.
 
-    fully_shard requires this: the mesh of the parameters and its own must be parts of a common mesh.
+    fully_shard requires that the mesh of the parameters and the mesh that it is given are parts of a common mesh.
     """
     for name, parameter in experts.named_parameters():
         if isinstance(parameter, DTensor):

@@ -69,7 +69,7 @@ class ShardedLayer(nn.Module):
 
     @property
     def last_loads(self) -> list[list[int]] | None:
-        """Return (R, E): how often the tokens of each rank chose each expert in the last call; None before the first.
+        """Return (R, E): how often the tokens of each rank chose each expert in the last call; None before any call.
 
         With ``transport="padded"`` this waits for the device.
         """
@@ -97,8 +97,9 @@ class ShardedLayer(nn.Module):
 class ExpertCall:
     """A call of a layer: a context in which the layer chooses experts, then calls :meth:`begin` and :meth:`finish`.
 
-    On exit, an error that was raised in the context is reported to the other ranks: an Exception that was raised before
-    :meth:`begin` sent counts, through the count exchange; later errors, to the ranks that wait for this rank's rows.
+    On exit, an error that was raised in the context is reported to the other ranks. The count exchange reports an
+    Exception that was raised before :meth:`begin` sent counts; a later error is reported to the ranks that wait for
+    this rank's rows.
 
     Args:
         layer: the :class:`ShardedLayer` that is called.
@@ -167,8 +168,9 @@ class ExpertCall:
         assert self._rows_SH is not None
         handles = dispatcher.start(self._rows_SH, weights_TK)
         self._rows_SH = None  # the exchange keeps the tensor alive as long as necessary
-        # With clones, `experts` calls `meanwhile`, after it has started to send the clones' weights. That cannot start
-        # earlier, because FSDP gathers the weights only when `experts` is called. Without clones, do not wait for that.
+        # With clones, `experts` calls `meanwhile` after it has started to send the clones' weights. Sending cannot
+        # start earlier, because FSDP gathers the weights only when `experts` is called. Without
+        # clones, call `meanwhile` here.
         if meanwhile is not None and not self._sharding.clones:
             meanwhile()
             meanwhile = None

@@ -90,7 +90,7 @@ class ShardedModule(ShardedLayer, ExpertShards):
         return y_TH.to(hidden_states.dtype)
 
     def spread(self, described: StackedExperts, sharding: ExpertSharding, made: dict[int, nn.Parameter]) -> None:
-        """Replace the parameters by DTensors that have only this rank's experts in memory.
+        """Replace the parameters with DTensors that have only this rank's experts in memory.
 
         Args:
             described: the description of the module's experts.
@@ -199,7 +199,7 @@ def num_experts_of(module: nn.Module, described: StackedExperts) -> int:
 
 
 def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
-    if name.rpartition(".")[2] == "base_layer":  # PEFT's name for a wrapped module
+    if name.rpartition(".")[2] == "base_layer":  # PEFT gives this name to a module that it wraps
         raise ValueError(
             f"shard: model must have experts that nothing adapts, got {name.rpartition('.')[0]!r} with an adapter; "
             f"merge it first (merge_and_unload() in PEFT)"
@@ -232,7 +232,7 @@ def _check(name: str, module: nn.Module, described: StackedExperts) -> None:
             seen = ", ".join(str(parameters[other].dtype).removeprefix("torch.") for other in names)
             raise TypeError(f"shard: experts must have parameters of one floating dtype, got {name!r} with {seen}")
     shapes = [tuple(parameters[one].shape) for one in names]
-    width = (1, 2) if described.transposed else (2, 1)  # the dimensions of size H in w_in and w_out
+    width = (1, 2) if described.transposed else (2, 1)  # the dimension of size H in w_in, then in w_out
     if w_in.dim() != 3 or w_out.dim() != 3 or w_in.shape[width[0]] != w_out.shape[width[1]]:
         raise ValueError(f"shard: experts must return rows as wide as those they take, got {name!r} with {shapes}")
     if len({shape[0] for shape in shapes}) > 1:

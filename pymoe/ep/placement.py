@@ -53,7 +53,7 @@ class Shares(NamedTuple):
         sent = torch.zeros(ranks, ranks, dtype=torch.int64)
         for place in range(most):
             host = torch.tensor([hosts[place] if place < len(hosts) else 0 for hosts in self.hosts])
-            sent.index_add_(1, host, self.rows[:, :, place])  # adds 0 for an expert without this host
+            sent.index_add_(1, host, self.rows[:, :, place])  # 0 rows if an expert has no such host
         return sent
 
 

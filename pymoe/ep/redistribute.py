@@ -86,9 +86,9 @@ def redistribute(
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: ``model`` contains no sharded layer, lacks a layer that ``placement`` names, or lacks a layer that
-            shares parameters with one of its layers; a placement does not fit a layer, or has replicas; experts that
-            would move are quantised; an optimizer has state that is not stacked as the parameters are, or was left out
-            of an earlier call.
+            shares parameters with experts that would move; a placement does not fit a layer, or has replicas; experts
+            that would move are quantised; an optimizer has state that is not stacked as the parameters are, or was left
+            out of an earlier call.
         GroupError: ranks give different arguments, or one of them cannot continue.
 
     Example:
@@ -257,7 +257,7 @@ def _stacked(experts: ExpertShards, order: tuple[int, ...] | None, optimizers: l
     found = []
     for name, parameter in experts.named_parameters():
         if parameter.is_meta:
-            continue  # it has no values to move; they will be loaded or initialised in the new order
+            continue  # no values to move: they will be loaded or initialised in the new order
         move = ExpertMove(position_layout(parameter, sharding), sharding.order or plain, order or plain)
         tensors: dict[str, Tensor] = {name: parameter}
         if parameter.grad is not None:
@@ -313,7 +313,7 @@ def _before_wrapping(outer: nn.Module, name: str, inner: nn.Module | None) -> No
 
 
 def _stacked_state(optimizer: Optimizer, parameter: nn.Parameter, sharding: ExpertSharding) -> dict[str, DTensor]:
-    """Return those tensors of an optimizer's state for a parameter that are stacked along the experts, by name.
+    """Return the stacked tensors (along the experts) of an optimizer's state for ``parameter``, by name.
 
     Raises:
         ValueError: another tensor of the state has more than one element.
@@ -352,7 +352,7 @@ def _follow(optimizer: Optimizer, experts: ExpertShards) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter in _parameters(optimizer):
         function = getattr(parameter, "replaced_by_pymoe_ep", "")
-        # If the replaced parameter has got a new gradient, other code uses it, so let the optimizer update it.
+        # A replaced parameter with a new gradient is used by other code, so let the optimizer update the parameter.
         if function and parameter.requires_grad and (parameter.grad is None or parameter.grad in outdated_gradients):
             raise RuntimeError(
                 f"{type(optimizer).__name__}: an optimizer must be made after pymoe.ep.{function}, which replaces the "
@@ -408,7 +408,7 @@ def _converted(
 ) -> dict[str, Any]:
     placed = [one for one in all_sharded_experts if one.sharding.order is not None]
     shardings = {id(parameter): one.sharding for one in placed for parameter in one.parameters()}
-    # Match keys with parameters by their order, since torch.distributed.checkpoint replaces integer keys by names.
+    # Match keys with parameters by their order, since torch.distributed.checkpoint replaces integer keys with names.
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     state = dict(state_dict["state"])
     for key, parameter in zip(keys, _parameters(optimizer), strict=False):

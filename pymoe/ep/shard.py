@@ -86,7 +86,7 @@ def shard(
             as None, only this rank raises, and the other ranks wait for the group's timeout.
         chunks: the number of exchanges in which the rows of a call travel, each for an equal share of every rank's
             experts (or nearly). While one exchange is under way, the experts of the previous one compute, forward and
-            backward. If the largest number of experts of a rank is smaller than ``chunks``, it is used instead.
+            backward. If the largest number of experts of a rank is smaller than ``chunks``, that number is used.
         scope: the tokens over which capacity and auxiliary losses are computed. ``"rank"``: each rank's own tokens, as
             in data parallelism. ``"group"``: the tokens of all ranks, as in one process; tokens of lower ranks come
             first, and the mean of the ranks' losses is the loss of all tokens. ``"group"`` is not available for experts
@@ -431,9 +431,10 @@ class _Loading:
         """True while ``shard`` runs and after it has raised, since ``shard`` itself tells other ranks of its errors."""
 
     def begins(self, model: nn.Module) -> bool:
-        """Store the model that is being loaded; return True. Return False if it is stored already (for an adapter).
+        """Store ``model``, and return True, as its own weights will be read.
 
-        Raise ValueError if another model is stored already.
+        Return False if ``model`` is stored already; then only the weights of an adapter will be read. Raise ValueError
+        if another model is stored already.
         """
         if model is self.model:
             return False

@@ -160,13 +160,16 @@ class ExpertSharding:
 
     @property
     def padded_rows(self) -> int:
-        """Return the number of rows that a padded exchange sends from a rank to each rank with experts in a chunk."""
+        """Return the number of rows that a rank sends, in a padded exchange, to each rank with experts in a chunk.
+
+        Return 0 if ``max_recv_rows`` is None.
+        """
         return 0 if self.max_recv_rows is None else self.max_recv_rows // self.num_destinations
 
     def tables(self, device: torch.device) -> RoutingTables:
-        """Return the routing tables on ``device``, which the first call for a device creates."""
+        """Return the routing tables on ``device``. The first call for each device creates them."""
         if device not in self._tables:
-            with torch.inference_mode(False):  # later calls, outside of inference mode, use the tables, too
+            with torch.inference_mode(False):  # later calls may use the tables outside of inference mode
                 self._tables[device] = self._make_tables(device)
         return self._tables[device]
 

@@ -1,4 +1,4 @@
-"""apply_experts: sends every token through the experts chosen for it, in one native call and one node of autograd.
+"""apply_experts: sends every token through the experts chosen for it, in one native call and one autograd node.
 
 Where one call is not possible (:func:`is_one_call`), :func:`apply_networks` runs the operators one after the other.
 """
@@ -66,11 +66,11 @@ def apply_experts(
     ``act(row @ w_in[e].T + b_in[e]) @ w_out[e].T + b_out[e]``. This is :func:`pymoe.ops.build_routing`,
     :func:`~pymoe.ops.dispatch`, :func:`~pymoe.ops.grouped_linear`, :func:`~pymoe.ops.expert_activation`, another
     ``grouped_linear`` and :func:`~pymoe.ops.combine`, with their contracts, in one native call and, with gradients on
-    the CPU, one node of autograd. Outputs and gradients are bit for bit those of the separate operators. One call is
+    the CPU, one autograd node. Outputs and gradients are bit for bit those of the separate operators. One call is
     faster for few tokens, as in text generation, where the overhead of Python is a large part of the time. The
-    operators run one after the other if a function is the activation, inside transforms of :mod:`torch.func`, on a GPU
-    with :class:`pymoe.ops.use_products_of`, and, with gradients, on a GPU, for quantised weights, under hooks of saved
-    tensors (checkpoints), and in traced or compiled code.
+    operators run one after the other if the activation is a function, inside transforms of :mod:`torch.func`, and on a
+    GPU with :class:`pymoe.ops.use_products_of`. With gradients, they also do so on a GPU, for quantised weights, under
+    hooks of saved tensors (checkpoints), and in traced or compiled code.
 
     Inside ``torch.autocast`` the operands of the products are cast as ``F.linear`` casts its own. In bfloat16 on GPUs
     of compute capability 9.0 and 10.0, where torch computes the products, a bias is added in float32 to a product
@@ -177,7 +177,8 @@ def apply_experts_fused(
 ) -> Tensor:
     """Return the result of :func:`apply_experts` in one native call.
 
-    The arguments must be checked, and cast for autocast; :func:`is_one_call` must be true for them.
+    The caller must have checked the arguments and cast them for autocast, and :func:`is_one_call` must be true for
+    them.
     """
     experts, weights, capacity = choice_for_kernels(x, experts, weights, w_in.shape[0], capacity, foreign_experts)
     options, x = activation_options(activation), x.contiguous()
@@ -297,7 +298,7 @@ def choice_for_kernels(
     if not experts.is_cpu:  # on the CPU the kernel checks the indices
         index_checks.experts_in_range(NAME, experts, num_experts, foreign_experts)
     wide = accumulate_dtype(x.dtype)
-    if weights.dtype != wide:  # usually equal; a call of to() takes time even if it changes nothing
+    if weights.dtype != wide:  # test first, since to() takes time even if it changes nothing
         weights = weights.to(wide)
     return experts.contiguous(), weights.contiguous(), None if capacity is None else min(capacity, ROW_LIMIT)
 
@@ -408,7 +409,7 @@ def apply_networks(
 
 
 def bias_of_product(x: Tensor, b_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return (the bias for the second product, the bias for ``combine``): one is ``b_out``, the other is None.
+    """Return (bias for the second product, bias for ``combine``): ``b_out`` for one of them, None for the other.
 
     Args:
         x: rows in the dtype and on the device of the products.
@@ -440,7 +441,7 @@ def grouped_networks(
             inner = raw.expert_activation(inner, activation, cast_operands(b_in)[0], offsets)
         else:
             inner = activate(raw.grouped_linear(rows, w_in, offsets, b_in, whole=whole), activation)
-        if callable(activation):  # a user's function may return any rows
+        if callable(activation):  # a user's function may return rows of any width and dtype
             inner, weight, bias = cast_operands(inner, w_out, b_out)  # type: ignore[assignment]
             check_grouped_linear(inner, weight, offsets, bias)
         return raw.grouped_linear(inner, weight, offsets, bias, whole=whole)
@@ -501,7 +502,10 @@ def apply_quantized_experts(
 
 
 def layout_of(w_in: QuantizedWeight, w_out: QuantizedWeight) -> list[int]:
-    """Return the layout that native calls take: format and output size of each weight, then any kind of prefetching."""
+    """Return the layout that native calls take: format and output size of each weight.
+
+    If one of the weights is prefetched, the kind of prefetching follows.
+    """
     layout = [number_of(w_in), w_in[2], number_of(w_out), w_out[2]]
     prefetch = max(QuantizedWeight(*w_in).prefetch, QuantizedWeight(*w_out).prefetch)
     return [*layout, prefetch] if prefetch else layout

@@ -93,7 +93,8 @@ class _ReplacedGate:
         self.router = layer.router
         self.choice_TK = choice_TK
         self.used = used
-        self.hook = self.router.register_forward_pre_hook(lambda router, inputs: None)  # see observe()
+        # Without a hook on the router, the layer may run router and experts in one native call.
+        self.hook = self.router.register_forward_pre_hook(lambda router, inputs: None)
         self.before, self.router.replaced = self.router.replaced, self.choose
 
     def choose(self, gate: Gate, logits_TE: Tensor) -> Gate:

@@ -1,7 +1,7 @@
-"""Runs router, gate and experts of a MoE in native calls, without calling these modules, if nothing hooks or replaces
-them. With gradients, gate and experts are one node of autograd.
+"""Runs the router, gate and experts of a MoE in native calls, without calling the modules, if these have no hooks and
+were not replaced. If gradients are needed, this is done only on the CPU; gate and experts are then one autograd node.
 
-For a few tokens, calls of modules, look-ups of their attributes and checks cost more than the kernels. So the
+For a few tokens, calling modules, looking up their attributes and checking cost more than the kernels. So the
 conditions of the whole call are checked once, here. If a condition fails, the layer calls its parts one by one, with
 bit for bit the same result.
 """
@@ -33,7 +33,8 @@ def forward_directly(layer: Any, x: Tensor) -> Tensor | None:
     """Return the output that the parts of ``layer`` would compute; return None if the parts have to be called.
 
     Args:
-        layer: a :class:`pymoe.nn.MoE`, not of a derived class. (The module of ``MoE`` imports this one.)
+        layer: a :class:`pymoe.nn.MoE`, not of a derived class. (The annotation is Any because the module of ``MoE``
+            imports this one.)
         x: the argument of ``forward``, which may be anything.
     """
     if is_compiling() or type(x) not in PLAIN_TENSORS or is_transformed():

@@ -18,8 +18,8 @@ class ExpertBias(nn.Module):
     Args:
         num_experts: E, the number of experts.
         bias_update_rate: the step by which an update moves an expert's bias.
-        kept_by: the module that has the bias, and the name of the bias in it, (E,). None creates the buffer ``bias``,
-            with zeros.
+        kept_by: the pair (module that has the bias, name of the bias in this module); the bias is (E,). None creates
+            the buffer ``bias``, with zeros.
         device: the device of the counted load and of the buffer ``bias``.
     """
 

@@ -72,7 +72,7 @@ def expert_load(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: the model has neither ``MoE`` layers nor counted experts.
-        RuntimeError: experts have run no forward since ``count_expert_load``, or only in code compiled before it.
+        RuntimeError: experts have run no forward since ``count_expert_load``, or only code compiled before that call.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(16, 32, num_experts=4, top_k=2))

@@ -150,7 +150,7 @@ class Experts(_FeedForward):
         errors: list[str] = args[-1]
         super()._load_from_state_dict(state_dict, prefix, *args)  # a hook of FSDP re-shards parameters in this call
         given = state_dict.get(f"{prefix}w_in")
-        # Only a DTensor has `full_tensor` (importing its class is slow). A plain parameter cannot take its values.
+        # Only a DTensor has `full_tensor` (importing the class is slow). A plain parameter cannot be loaded from one.
         if hasattr(given, "full_tensor") and not hasattr(self.w_in, "full_tensor"):
             errors.append(
                 f"Experts {prefix.removesuffix('.')!r}: the state is of a model whose experts are spread over ranks, "

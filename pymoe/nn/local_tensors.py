@@ -17,7 +17,7 @@ from pymoe.ops.function_calls import call
 class LocalTensors(nn.Module):
     """Named tensors that follow the device of the module that contains them.
 
-    They are not buffers on purpose. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
+    They are deliberately not buffers. ``DistributedDataParallel`` would broadcast a buffer from rank 0 before every
     forward, which would overwrite the counts that other ranks gathered over their micro-batches; ``module.bfloat16()``
     would change its dtype if it is floating; and ``to_empty()`` would leave garbage in it. These tensors keep their
     dtype, move with their module, become zero when they leave the meta device, and are not in the ``state_dict``.
@@ -120,7 +120,7 @@ class LastCall(LocalTensors):
                 self.held, self.pending = held, None
 
     def copies(self) -> dict[str, Tensor]:
-        """Return a fresh copy of every value, in the dtype of the constructor's tensor of this name."""
+        """Return a fresh copy of every value, by name, in the dtype of the constructor's tensor of the same name."""
         return {name: self[name].to(tensor.dtype, copy=True) for name, tensor in self.tensors.items()}
 
     def zero_(self) -> None:
@@ -185,7 +185,7 @@ def count_on_backward(weights: Tensor, load: Tensor, total: Tensor) -> Tensor:
     """Return the values of ``weights``; the backward of the returned tensor adds ``load`` to ``total``.
 
     A forward may run any number of times in one training step: activation checkpointing recomputes it during the
-    backward, and a pipeline or a remote expert may run it without gradients first. But the backward runs exactly once.
+    backward, and a pipeline or a remote expert may run it without gradients first. But the backward usually runs once.
     So a count in the backward is the load of the tokens on which the model was trained, and nothing has to detect a
     recomputation. Moreover, :func:`torch.compile` can compile an in-place addition in a backward without a graph break.
 

@@ -166,7 +166,8 @@ class AuxiliaryLosses(nn.Module):
     def _weighted(self, losses: RouterLosses, factor: float | Tensor) -> Tensor:
         """Return ``factor`` times the sum of the losses times their coefficients.
 
-        Coefficients of 0 and a factor of 1 are skipped, because every operation costs one or two launches on a GPU.
+        At least one coefficient must be greater than 0. Coefficients of 0 and a factor of 1 are skipped, because every
+        operation costs one or two launches on a GPU.
         """
         pairs = zip(self._coefficients(), losses, strict=True)
         terms = [coefficient * loss for coefficient, loss in pairs if coefficient > 0]

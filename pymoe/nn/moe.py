@@ -235,7 +235,7 @@ class MoE(nn.Module):
         )
         self.losses = AuxiliaryLosses(aux_loss_coef, z_loss_coef, score=score, backend=backend)
         if expert_parallel is not None:
-            place["device"] = "meta"  # _spread allocates only this rank's experts
+            place["device"] = "meta"  # no memory yet: _spread allocates only this rank's experts
         self.experts = Experts(hidden_size, ffn_size, num_experts, activation=activation, bias=bias, **place)
         self.shared = None
         if num_shared_experts > 0:
@@ -312,8 +312,9 @@ class MoE(nn.Module):
         return output
 
     def train(self, mode: bool = True) -> MoE:
-        """Set training or evaluation mode. When training ends after 100 steps or more, warn if nothing balanced
-        experts.
+        """Set training or evaluation mode.
+
+        When training ends after 100 steps or more, warn (once per process) if nothing has balanced the experts.
 
         Args:
             mode: true for training, false for evaluation.
@@ -377,7 +378,7 @@ class MoE(nn.Module):
     def _spread(self, ranks: DeviceMesh | dist.ProcessGroup) -> None:
         """Keep only this rank's experts; then allocate and initialise them and the shared experts.
 
-        If the router is on the meta device, the experts stay there, too.
+        If the router is on the meta device, all of them stay there, too.
         """
         self._shard(ranks)
         device = self.router.weight.device
@@ -391,7 +392,8 @@ class MoE(nn.Module):
 
     def _warn_if_unbalanced(self) -> None:
         router, losses = self.router, self.losses
-        if not (isinstance(router, Router) and isinstance(losses, AuxiliaryLosses)):  # users' parts may balance, too
+        # A router or losses of another class, which a user has put in, may balance the experts.
+        if not (isinstance(router, Router) and isinstance(losses, AuxiliaryLosses)):
             return
         balanced = losses.aux_loss_coef > 0 or router.expert_bias is not None
         if not balanced and router.top_k < self.num_experts and router.steps_seen() >= MIN_STEPS_TO_WARN:
@@ -407,7 +409,7 @@ class MoE(nn.Module):
         """Return the maximum number of slots of an expert for ``tokens`` with ``choices`` each; None for no limit."""
         if self.capacity_factor is None:
             return None
-        factor = min(self.capacity_factor, self.num_experts)  # num_experts already allows an expert every slot
+        factor = min(self.capacity_factor, self.num_experts)  # with num_experts, an expert may already take every slot
         slots = factor * (tokens * choices) / self.num_experts
         if isinstance(tokens, torch.SymInt):  # torch.export cannot save a program with a math.ceil
             whole = torch.sym_int(slots)
@@ -462,10 +464,10 @@ class MoE(nn.Module):
         ones_S1 = torch.ones_like(experts_S1, dtype=weights_TK.dtype)
         rows_SH = self._apply_experts(scaled_TKH.flatten(0, 1), experts_S1, ones_S1, capacity, None)
         rows_TKH = rows_SH.reshape(*experts_TK.shape, rows_SH.shape[1])
-        return rows_TKH.sum(dim=1, dtype=rows_TKH.dtype)  # by default, CUDA's autocast would sum to float32
+        return rows_TKH.sum(dim=1, dtype=rows_TKH.dtype)  # without a dtype, autocast on CUDA would return float32
 
     def _check_choice(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> None:
-        """Raise unless the kernels accept the activation and the choice, which a user's router or losses may return."""
+        """Raise unless the kernels accept the activation and the choice; a user's router or losses may return any."""
         check_choice(x_TH, experts_TK, weights_TK)
         check_kind("MoE", "experts.activation", self.experts.activation)
 
@@ -475,11 +477,11 @@ class MoE(nn.Module):
         return with_shared(y_TH, shared(x_TH))
 
     def _stands_in_for(self, part: Any, kind: type[nn.Module]) -> bool:
-        """Return whether one native call of the layer may do the work of ``part`` instead of calling it."""
+        """Return whether one native call of the layer may do the work of ``part`` in place of a call of ``part``."""
         return self.backend == "native" and are_called_plainly((part, kind)) and part.backend == "native"
 
     def _stands_in_for_quantized(self, experts: Any, device: torch.device) -> bool:
-        """Return whether one native call on ``device`` may replace the calls of quantised experts and their weights."""
+        """Return whether one native call on ``device`` may do the work of quantised experts and their linear layers."""
         return (
             self._stands_in_for(experts, QuantizedExperts)
             and all(self._stands_in_for(weight, QuantizedLinear) for weight in (experts.w_in, experts.w_out))
@@ -560,7 +562,7 @@ def with_shared(y_TH: Tensor, shared_TH: Any) -> Tensor:
     """Return the output of the routed experts plus ``shared_TH``, the output of the shared experts.
 
     Raises:
-        ValueError: ``shared_TH`` is not a tensor of the shape of ``y_TH``; users may replace the shared experts.
+        ValueError: ``shared_TH``, from shared experts that a user has put in, is not a tensor of the shape of ``y_TH``.
     """
     if not isinstance(shared_TH, Tensor) or shared_TH.shape != y_TH.shape:  # torch would broadcast another shape
         seen = tuple(shared_TH.shape) if isinstance(shared_TH, Tensor) else type(shared_TH).__name__

@@ -7,8 +7,8 @@ Constructors create parameters of the right shapes and dtypes. But users may ass
 parameters without naming them; torch would reject the others or broadcast them silently. Therefore the layers check
 their parameters.
 
-Parameters are checked directly before they are used: inside the call of the submodule that has them, or by the layer if
-it computes the result in place of the submodule. Earlier, parameters may be on another device, sharded or in another
+Parameters are checked immediately before they are used: inside the call of the submodule that has them, or by the layer
+if it computes the result in place of the submodule. Earlier, parameters may be on another device, sharded or in another
 dtype, because FSDP, accelerate's offloading and others restore them only in a hook of that call.
 """
 
@@ -136,7 +136,7 @@ def check_network_options(
 
 
 def check_dtype(layer: str, value: object) -> None:
-    """Raise unless ``value`` is one of the four floating dtypes, or ``None`` for torch's default."""
+    """Raise unless ``value`` is float32, float64, bfloat16, float16, or ``None`` for torch's default."""
     if value is not None and value not in FLOATING:
         raise TypeError(f"{layer}: dtype must be float32, float64, bfloat16 or float16, got {value}")
 
@@ -239,7 +239,8 @@ def check_networks(name: str, networks: Any, stack: tuple[int, ...], x: Tensor) 
 
     Args:
         name: name of the module in its layer.
-        networks: the module, an ``Experts`` or ``SharedExperts``. (The module of these classes imports this one.)
+        networks: the module, an ``Experts`` or ``SharedExperts``. (The annotation is Any because
+            the module of these classes imports this one.)
         stack: the leading sizes of each parameter.
         x: rows to which the networks will be applied.
 

@@ -24,12 +24,14 @@ _as_written: dict[type, tuple[Any, ...]] = {}
 
 
 def are_called_plainly(*parts: tuple[Any, type[nn.Module]], harmless: Callable[[Any], bool] | None = None) -> bool:
-    """Return whether calling each module, and differentiating the call, runs only the ``forward`` of its class.
+    """Return whether each module is of exactly the given class, and a call of it runs only that class's ``forward``.
+
+    This is false if there are hooks (forward or backward, of one module or of all), patched methods or a compiled call.
 
     Args:
-        parts: pairs of a part of a layer, which its user may have replaced, and the class of the part that the layer
-            made.
-        harmless: returns True for hooks of the parts that may be ignored.
+        parts: pairs (module, class): a part that a layer has now, which a user may have replaced, and the class of the
+            part that the layer created.
+        harmless: returns True for a hook of a module if the hook may be ignored.
     """
     for hooks in global_call_hooks:
         if hooks:

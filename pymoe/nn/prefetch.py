@@ -110,7 +110,7 @@ def _prefetch_of(packed: Tensor, files: list[Mapping]) -> Prefetch:
         return 0
     path = files[place].path
     try:
-        tells = os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid()  # as mincore(2) requires
+        tells = os.access(path, os.W_OK) or os.stat(path).st_uid == os.geteuid()  # mincore(2) requires either
     except OSError:  # the file has been removed
         tells = False
     return 1 if tells else 2

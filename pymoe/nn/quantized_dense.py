@@ -133,12 +133,12 @@ class QuantizedDenseLinear(QuantizedLinear):
 
     @property
     def in_features(self) -> int:
-        """Return H; the property has the name that it has in :class:`torch.nn.Linear`."""
+        """Return H, under the name that :class:`torch.nn.Linear` uses."""
         return self.input_features
 
     @property
     def out_features(self) -> int:
-        """Return N; the property has the name that it has in :class:`torch.nn.Linear`."""
+        """Return N, under the name that :class:`torch.nn.Linear` uses."""
         return self.output_features
 
     @property
@@ -282,7 +282,7 @@ def _reads_weight(kind: type, own: str) -> bool:
         if name != "_init_weights"
     ]
     codes = [inspect.unwrap(member).__code__ for member in members if inspect.isfunction(member)]
-    for code in codes:  # the loop appends the code objects of nested functions
+    for code in codes:  # the loop also visits nested functions, which it appends
         codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
         names = [instruction.argval for instruction in dis.get_instructions(code)]
         if (own, "weight") in itertools.pairwise(names):
@@ -295,7 +295,7 @@ def quantize_linears(model: nn.Module, bits: int = 8, *, select: Select | None =
     """Round the weights of the dense linear layers in a model to 8 or 4 bits, in place.
 
     Each becomes a :class:`QuantizedDenseLinear` and keeps its bias. :func:`quantize_experts` does the same for experts.
-    By default, layers with the following names are rounded, which are those of models of transformers:
+    By default, layers with the following names, those in models of transformers, are rounded:
 
     - attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``qkv_proj``, those of multi-head latent attention
       (``q_a_proj``, ``q_b_proj``, ``kv_a_proj_with_mqa``, ``kv_b_proj``, ``kv_proj``, ``o_b_proj``), ``out_proj`` in a
@@ -412,7 +412,7 @@ def _check_linear(name: str, linear: nn.Linear) -> None:
             f"{place} have layers that nothing is attached to, as others take their place, got {name!r} with {lost}; "
             f"remove it first, load the model without offloading, and compile after this"
         )
-    whole = tuple(linear.weight.shape) == (linear.out_features, linear.in_features)  # false inside FSDP
+    whole = tuple(linear.weight.shape) == (linear.out_features, linear.in_features)  # false if FSDP has cut the weight
     if not whole or hasattr(linear.weight, "full_tensor"):  # a DTensor; importing the class is slow
         raise ValueError(
             f"{place} have whole weights, got {name!r} with weights that are spread over ranks, as fully_shard leaves "

@@ -135,13 +135,13 @@ class QuantizedLinear(nn.Module):
         """
         if bias is not None:
             (rows_SH,) = cast_operands(rows_SH)  # type: ignore[assignment]
-            bias = bias.to(rows_SH.dtype)  # after autocast has chosen the dtype
+            bias = bias.to(rows_SH.dtype)  # inside autocast, the dtype that it has chosen
         rows: Tensor = operators(self.backend).quantized_linear(rows_SH, self.quantized_weight, offsets, bias)
         return rows
 
     @property
     def sizes(self) -> Tensor:
-        """Return (3,) int64 on the CPU: the number of the format, N and H, as the state dict has them."""
+        """Return ``sizes`` of the state dict, (3,) int64 on the CPU: a number for bits and format, then N and H."""
         return torch.tensor([number_of(self.quantized_weight), self.output_features, self.input_features], device="cpu")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -230,7 +230,7 @@ class QuantizedExperts(nn.Module):
 
     b_in: Tensor | None
     b_out: Tensor | None
-    format: WeightFormat = "int"  # the default for old pickles, as in QuantizedLinear
+    format: WeightFormat = "int"  # the default for modules pickled by versions without this attribute
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class QuantizedExperts(nn.Module):
         return rows
 
     def fits(self, num_experts: int, hidden_size: int, device: torch.device) -> bool:
-        """Return whether weights and biases are on ``device``, with E = ``num_experts`` and H = ``hidden_size``.
+        """Return whether weights and biases are on ``device``, and have E = ``num_experts`` and H = ``hidden_size``.
 
         Packed weights are padded, so the checks of a native call would accept some weights of wrong sizes.
         """
@@ -396,7 +396,7 @@ def quantize_experts(model: nn.Module, bits: int = 8, format: WeightFormat = "in
             training mode and require gradients; an :class:`Experts` has hooks or a ``forward`` of its own, which the
             :class:`QuantizedExperts` would lack; an adapter of PEFT or ``torch.compile`` wraps experts; weights are
             offloaded or spread over ranks; a weight is not finite; or the experts of a model of transformers are
-            outside of its interface, as those of Llama 4.
+            outside of its interface, such as those of Llama 4.
 
     Example:
         >>> model = torch.nn.Sequential(pymoe.nn.MoE(64, 128, num_experts=4, top_k=2)).eval()
@@ -451,12 +451,13 @@ def _weights_of(module: nn.Module) -> dict[str, Tensor]:
 def _check_weights(name: str, experts: nn.Module) -> None:
     weights = _weights_of(experts).values()
     path, _, own = name.rpartition(".")
-    if own == "base_layer":  # PEFT's name for a wrapped module
+    if own == "base_layer":  # PEFT gives this name to a module that it wraps
         raise ValueError(
             f"quantize_experts: model must have experts that nothing adapts, got {path!r} with an adapter, which reads "
             f"the weights that it adapts; merge it first (merge_and_unload() in PEFT)"
         )
-    if own == "_orig_mod" and isinstance(experts, Experts):  # torch.compile's name for a wrapped module
+    # torch.compile gives this name to a module that it wraps.
+    if own == "_orig_mod" and isinstance(experts, Experts):
         raise ValueError(
             f"quantize_experts: model must have experts that torch.compile has not wrapped, got {path!r}, which would "
             f"run the weights that it was made with; quantise first, and compile then"
@@ -476,7 +477,8 @@ def _check_weights(name: str, experts: nn.Module) -> None:
             f"quantize_experts: model must have weights in float32, bfloat16 or float16, as rows are multiplied with "
             f"quantised ones, got float64 in {name!r}"
         )
-    if others := [weight for weight in weights if hasattr(weight, "__tensor_flatten__")]:  # they wrap other tensors
+    # Tensor subclasses that wrap other tensors have this method.
+    if others := [weight for weight in weights if hasattr(weight, "__tensor_flatten__")]:
         raise TypeError(
             f"quantize_experts: model must have weights that are plain tensors, got a {type(others[0]).__name__} in "
             f"{name!r}, as another method of quantisation leaves them; quantise with one method alone"

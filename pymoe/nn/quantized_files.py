@@ -141,7 +141,7 @@ def load_quantized(path: str | os.PathLike[str]) -> MoE:
 
 
 def _options(layer: MoE) -> dict[str, Any]:
-    """Return the arguments that construct a layer like ``layer``, and ``row_invariant``, which is set afterwards."""
+    """Return the arguments that construct a layer like ``layer``, and its ``row_invariant``, which is set later."""
     experts, router = layer.experts, layer.router
     shared = 0 if layer.shared is None else layer.shared.ffn_size // experts.ffn_size
     return {

@@ -1,4 +1,4 @@
-"""Runs the experts of a layer, with or without the gate that chooses them, as one node of autograd.
+"""Runs the experts of a layer, with or without the gate that chooses them, as one autograd node.
 
 Separate operators are separate nodes, and for a few tokens the overhead of a node exceeds the run time of its kernel.
 This node runs the same kernels in one native call, and its backward runs the kernels of the operators' backward passes,
@@ -151,7 +151,7 @@ class _Needs(NamedTuple):
 
 
 class _Node(torch.autograd.Function):
-    """Base class of both nodes. The first six arguments of a node are named by :class:`_Needs`.
+    """Base class of both autograd nodes of this module. :class:`_Needs` names the first six arguments of a node.
 
     Several threads may run the backward of a retained graph at once, so a backward pass stores nothing on ``ctx``. The
     only exception is the first part of a pass in two parts (:mod:`pymoe.pipe.split_backward`): a graph has only one
@@ -173,7 +173,7 @@ class _Node(torch.autograd.Function):
         activation: ActivationOptions,
         whole: bool,
     ) -> None:
-        """Save the tensors that the backward may need, in the order of :meth:`go_back`'s ``saved``, then ``others``."""
+        """Save what the backward may need: tensors in the order of :meth:`go_back`'s ``saved``, then ``others``."""
         rows, inner, active, outer, slot, token, offsets = steps
         ctx.asked = ctx.needs_input_grad
         needs = _Needs(*ctx.asked[:6])
@@ -218,7 +218,7 @@ class _Node(torch.autograd.Function):
         dactive: Tensor | None,
         douter: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of the weights, and of w_in, b_in, w_out and b_out.
+        """Return the gradients of x, weights, w_in, b_in, w_out and b_out; None for those that are not needed.
 
         Each tensor is freed as early as it would be by separate nodes, so the peak memory is the same.
 
@@ -306,11 +306,11 @@ class _Experts(_Node):
 
 
 class _ChosenExperts(_Node):
-    """Runs the gate and the experts that it chooses. It takes the logits twice, as ``carrier`` and inside ``read``.
+    """Runs the gate and the experts that it chooses. The node gets the logits twice: as ``carrier`` and in ``read``.
 
-    The backward pass gives the gradient of the logits to ``carrier``, where :func:`count_and_inject` acts on it. It
-    computes this gradient from the logits in ``read``, so a second backward pass gives their gradient to these logits,
-    and neither counts nor injects again.
+    Its backward computes the gradient of the logits from those in ``read``, and returns it for ``carrier``, where
+    :func:`count_and_inject` acts on it. A second backward pass gives the logits in ``read`` a gradient directly, so it
+    neither counts nor injects again.
     """
 
     @staticmethod
@@ -380,11 +380,13 @@ class _CountAndInject(torch.autograd.Function):
 
 
 def count_and_inject(logits: Tensor, load: list[Tensor], total: Tensor | None, injected: Injected | None) -> Tensor:
-    """Return the values of ``logits``; the backward of the result counts the load, and adds the losses' gradient.
+    """Return the values of ``logits``. The backward of the result counts the load and injects the losses.
 
-    The counting is that of :func:`pymoe.nn.local_tensors.count_on_backward`. Unlike there, the function of autograd is
-    not attached to the weights of the choice, since they exist only inside the node; nor can it be attached to the
-    node's output, which the caller may change in place.
+    This backward adds the load to ``total``, and the gradient of the injected losses to that of ``logits``.
+
+    Counting works as in :func:`pymoe.nn.local_tensors.count_on_backward`, but that function wraps the gate's weights.
+    Here, they exist only inside the node of :func:`apply_chosen_experts_recorded`. The output of that node cannot be
+    wrapped either, because the caller may change it in place.
 
     Args:
         logits: (T, E), from which a gate will choose.

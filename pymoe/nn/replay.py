@@ -316,7 +316,7 @@ class _Watched:
 
 
 def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[int, ...] | None, Tensor | None]:
-    """Return the shape of the tokens that a model is given, and the token ids; None for what the model is not given."""
+    """Return the shape of the tokens that a model is given, and the token ids; either is None if it is not given."""
     preferred = [named.get(name) for name in ("input_ids", "inputs_embeds")]
     for value in (*preferred, *arguments, *named.values()):
         if isinstance(value, Tensor):

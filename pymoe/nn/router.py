@@ -64,7 +64,7 @@ class Router(nn.Module):
         num_groups: number of groups of experts (DeepSeek-V3); divides E, and is given together with ``topk_groups``.
         topk_groups: number of best groups from which experts are chosen.
         scale: factor of the weights, the routed scaling factor of DeepSeek-V3.
-        bias: add a trained ``bias`` to the logits (GPT-OSS), unlike ``expert_bias``, which only the choice sees.
+        bias: add a trained ``bias`` to the logits (GPT-OSS), unlike ``expert_bias``, which affects only the choice.
         backend: ``"native"`` for :mod:`pymoe.ops`, ``"reference"`` for :mod:`pymoe.reference`.
         device: the device of the parameters.
         dtype: the dtype of the parameters. ``expert_bias`` is at least float32, since 16 bits would round updates away.
@@ -85,7 +85,7 @@ class Router(nn.Module):
 
     Example:
         >>> router = pymoe.nn.Router(hidden_size=16, num_experts=8, top_k=2)
-        >>> gate, losses = router(torch.randn(5, 16))
+        >>> gate, logits = router(torch.randn(5, 16))
         >>> gate.experts.shape, torch.allclose(gate.weights.sum(dim=1), torch.ones(5))
         (torch.Size([5, 2]), True)
     """
@@ -176,7 +176,9 @@ class Router(nn.Module):
         return _version(self.weight) - self._version_at_start
 
     def train(self, mode: bool = True) -> Router:
-        """Set training or evaluation mode. When training ends after 100 steps or more, warn if the expert bias is zero.
+        """Set training or evaluation mode.
+
+        When training ends after 100 steps or more, warn (once per process) if an expert bias was never updated.
 
         Args:
             mode: true for training, false for evaluation.
@@ -191,7 +193,7 @@ class Router(nn.Module):
     def _warn_if_never_updated(self) -> None:
         if self.expert_bias is None or self.bias_was_updated or self.steps_seen() < MIN_STEPS_TO_WARN:
             return
-        if not self.expert_bias.is_meta and not self.expert_bias.any():  # other code may have updated it
+        if not self.expert_bias.is_meta and not self.expert_bias.any():  # other code may have updated the bias
             warn_once(
                 "bias never updated",
                 f"Router: bias_update_rate={self.bias_update_rate} has no effect, because update_expert_biases has not "
@@ -222,7 +224,7 @@ class Router(nn.Module):
     def route(self, x_TH: Tensor, capacity: int | None, *, alone: bool) -> tuple[Gate, Tensor, Tensor, Routing | None]:
         """Return the results of :meth:`forward`, the tokens to pass to the experts, and the routing of the tokens.
 
-        Either the tokens are ``x_TH`` and the routing is None, or both are outputs of the same node of autograd as the
+        Either the tokens are ``x_TH`` and the routing is None, or both are outputs of the same autograd node as the
         logits: see :mod:`pymoe.nn.router_product`.
 
         Args:

@@ -1,7 +1,7 @@
 """Computes the logits of 16-bit tokens and weights on a GPU in one product with float32 sums, without casts to float32.
 
 Products of two bfloat16 or float16 numbers are exact in float32, so only the sums are rounded, as in a product after
-casts to float32. The two results differ only by the order of summation, and are equal if the sums are exact.
+casts to float32. The two results differ only in the order of summation, and are equal if the sums are exact.
 
 The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogits.T @ x``, for float32 ``dlogits``:
 
@@ -13,7 +13,7 @@ The gradients of ``logits = x @ weight.T`` are ``dlogits @ weight`` and ``dlogit
   scale they may be smaller than the smallest float16 number. So in float16 ``dlogits`` stays float32, and ``weight``
   and ``x`` are cast to float32.
 
-In bfloat16, if the tokens get a gradient, the product and the gate are one node of autograd. Its backward runs two
+In bfloat16, if the tokens get a gradient, the product and the gate are one autograd node. Its backward runs two
 products and a kernel on the GPU. Two nodes would need an additional cast and an addition: they would pass the gradient
 of the logits between them in the logits' dtype, float32, and autograd would add the gradients of the tokens from router
 and experts. In the single node, the kernel of the gate's backward writes the gradient of the logits in bfloat16, and

@@ -50,8 +50,9 @@ _LIBRARY = torch.library.Library("pymoe", "IMPL")
 
 
 def _count_change(keys: Any, x: Tensor, slot: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """Bump the version of ``out``, as in-place operators do. So autograd raises if it has saved the former values of
-    ``out``.
+    """Run the operator, and increment the version of ``out``, as in-place operators do.
+
+    A backward pass then raises if it needs the previous values of ``out``.
     """
     torch.autograd.graph.increment_version(out)
     below = keys & after_ADInplaceOrView_keyset

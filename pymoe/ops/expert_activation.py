@@ -61,7 +61,7 @@ class ExpertActivation(torch.autograd.Function):
         up_offset: float,
         interleaved: bool,
     ) -> Tensor:
-        # Do not use *arguments here: while torch.compile traces without gradients, it would pass the context as well.
+        # Do not declare *arguments here: without gradients, torch.compile would pass the context as well.
         return _EXPERT_ACTIVATION(h, kind, limit, alpha, up_offset, interleaved, bias, offsets)
 
     @staticmethod

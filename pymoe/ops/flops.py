@@ -106,7 +106,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _registered(formula: Callable[..., int]) -> Callable[..., int]:
-    # torch passes the output's shape by name, which no formula needs.
+    # torch also passes the output's shape, as a keyword argument; no formula needs it.
     return lambda *shapes, out_shape=None, **named: formula(*shapes, **named)
 
 

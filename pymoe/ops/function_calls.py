@@ -33,7 +33,7 @@ _REFUSAL_IN_A_GRAPH = _REFUSAL.format("a graph of torch.compile")
 
 
 def one_by_one(function: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-    """Call ``function`` for each element of a batch in turn; partially applied, this is a rule for :func:`torch.vmap`.
+    """Call ``function`` for each element of a batch in turn: a rule for :func:`torch.vmap` once ``function`` is bound.
 
     Args:
         function: takes ``args`` without their batch dimensions; it returns a tensor or a tuple of tensors.
@@ -118,9 +118,9 @@ def call(function: _Function, *args: Any) -> Any:
 
     Args:
         function: a Function with ``setup_context``. Its ``forward`` takes these arguments, changes none of them, and
-            returns new tensors or views of its arguments. It must not return an argument itself, which ``apply`` would
-            replace by a view. If nothing records the call, views that it returns are ordinary views, and autograd
-            tracks in-place changes of them.
+            returns new tensors or views of its arguments. It must not return an argument itself: ``apply`` would
+            replace it with a view. If nothing records the call, returned views are ordinary views, and autograd tracks
+            in-place changes of them.
         args: all arguments of its ``forward``.
 
     Raises:
@@ -148,7 +148,7 @@ def apply(function: _Function, *args: Any) -> Any:
     """Call ``function`` as ``function.apply(*args)`` does, but without binding the arguments to the signature of
     ``forward``.
 
-    That takes most of the time of ``apply``. Call this outside of transforms only.
+    Binding takes most of the time of ``apply``. Call this outside of transforms only.
     """
     inner = _apply_of.get(function)
     if inner is None:

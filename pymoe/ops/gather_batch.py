@@ -38,8 +38,8 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
     return first.new_empty((sum(tensor.shape[0] for tensor in tensors), *first.shape[1:]))
 
 
-# The backward is registered with the operator, and not a torch.autograd.Function as for other operators: torch.compile
-# cannot trace a Function that gets the same tensor twice, and a list may contain a tensor twice.
+# The backward is registered with the operator. Other operators use a torch.autograd.Function, but torch.compile cannot
+# trace a Function that gets the same tensor twice, and a list may contain a tensor twice.
 def _setup_context(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
     ctx.sizes = [tensor.shape[0] for tensor in inputs[0]]
 

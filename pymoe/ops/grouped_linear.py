@@ -2,7 +2,7 @@
 
 Contract: :func:`pymoe.reference.grouped_linear`; kernel: csrc/kernels/grouped_linear.h.
 
-The three autograd functions below compute each other's gradients, so a backward of any order runs on native kernels.
+The three autograd Functions below compute each other's gradients, so a backward of any order runs on native kernels.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class check_indices:
     as on the CPU. Every such call then waits for the device. While it is off, CUDA kernels skip such values: memory is
     safe, and results that depend on them are unspecified. CPU tensors are always checked.
 
-    Calling it sets the mode of the process; as a context manager it restores the former mode at the end. The
+    Calling it sets the mode of the process; as a context manager it restores the previous mode at the end. The
     environment variable ``PYMOE_CHECK_INDICES=1`` turns it on from the start. Code compiled by :func:`torch.compile`
     is not checked. While a CUDA graph is captured, which must not synchronise, a call in debug mode raises
     ``RuntimeError``.

@@ -18,9 +18,10 @@ refused: list[str] = []
 
 
 def register() -> None:
-    """Register a CUDA kernel that raises RuntimeError for every operator that has none, and list it in ``refused``.
+    """For every operator without a CUDA kernel, register one that raises RuntimeError; list these operators in
+    ``refused``.
 
-    torch's own error would suggest a selective build as the cause, which is misleading.
+    torch's own error would misleadingly suggest a selective build as the cause.
     """
     for name in dispatch_get_all_op_names():
         if name.startswith("pymoe::") and not dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

@@ -41,8 +41,8 @@ class use_products_of:
     The package's kernels then multiply the rows of experts wherever :func:`pymoe.ops.grouped_linear` does: in ``MoE``,
     ``Experts`` and ``apply_experts`` with the native backend, with expert parallelism, and in models of transformers
     with ``experts_implementation="pymoe"``. The package also computes the gradients of ``x``; pymoe still computes
-    those of weights. Tensors on the CPU and quantised weights are not affected. The results have the package's bits, so
-    the promises of :func:`pymoe.ops.grouped_linear` about bits do not apply. **No GPU has run this yet**: its tests
+    those of weights. Tensors on the CPU and quantised weights are not affected. The promises of
+    :func:`pymoe.ops.grouped_linear` about the bits of results do not apply. **No GPU has run this yet**: the tests
     call stand-ins that compute on the CPU what the packages document.
 
     While a package is chosen, products on CUDA that it does not support raise: dtypes other than bfloat16, biases, rows
@@ -52,7 +52,7 @@ class use_products_of:
     GPU. On compute capability 9.0 and 10.0 layers do not pass biases to the products: the operators after the products
     add them, as after torch's product.
 
-    Calling this sets the choice for the process; as a context manager it restores the former choice at the end. A
+    Calling this sets the choice for the process; as a context manager it restores the previous choice at the end. A
     backward pass uses the choice at the time when it runs; in a graph of ``torch.compile``, that of its forward pass.
 
     Args:
@@ -258,7 +258,7 @@ def _by_deep_gemm(deep_gemm: _DeepGemm, x: Tensor, weight: Tensor, bounds: Tenso
     padded = x.new_zeros((places, x.shape[1])).index_copy_(0, layout.place, x)
     out = y.new_zeros((places, y.shape[1]))
     blackwell = torch.cuda.get_device_capability(x.device)[0] == 10
-    # transformers passes the same to DeepGEMM.
+    # transformers passes the same argument to DeepGEMM.
     groups = layout.ends if blackwell else layout.experts
     multiply, b = (deep_gemm.nt, weight) if weight.is_contiguous() else (deep_gemm.nn, weight.transpose(1, 2))
     multiply(padded, b, out, groups, use_psum_layout=blackwell)

@@ -16,7 +16,7 @@ def gradients_again(function: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 
     The result is differentiable in ``inputs`` and ``grad``.
     """
-    # Unwrap the tensors, since a function that torch.func.vjp returned may run after its transform has ended.
+    # Unwrap the tensors, since a function that torch.func.vjp has returned may run after the transform has ended.
     if not torch.compiler.is_compiling():
         grad, *inputs = (unwrap_if_dead(value) for value in (grad, *inputs))  # type: ignore[assignment]
     if in_torch_func():

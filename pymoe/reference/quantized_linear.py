@@ -189,7 +189,7 @@ def _multiply_blocks(x: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     outputs, blocks = len(values), up(values.shape[1], BLOCK) // BLOCK
     left = F.pad(x, (0, blocks * BLOCK - x.shape[1])).view(len(x), 1, blocks, BLOCK)
     right = F.pad(values, (0, blocks * BLOCK - values.shape[1])).view(outputs, blocks, BLOCK)
-    right = right.permute(2, 0, 1).contiguous()  # (BLOCK, N, blocks): a step reads what lies side by side
+    right = right.permute(2, 0, 1).contiguous()  # (BLOCK, N, blocks): each step reads contiguous memory
     some = max(1, 2**16 // max(1, outputs * blocks))
     return torch.cat([_multiply_rows(rows, right, scale) for rows in left.split(some)])
 

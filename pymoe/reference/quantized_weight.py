@@ -350,7 +350,7 @@ def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
     Codes are (E, tiles * 64, inputs) with inputs padded; those of int8 have 128 subtracted, and those of mxfp4 and fp8
     are the values that they represent. Scales are (E, tiles * 64, 1) in int8, and (E, tiles * 64, groups) in the other
-    formats. The third result has the same shape: the minima in int4, the offsets in the affine formats, else None.
+    formats. The third result has the shape of the scales: minima in int4, offsets in the affine formats; else None.
     """
     packed, number = weight.packed, number_of(weight)
     experts, tiles, _ = packed.shape
@@ -376,9 +376,9 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
     """Pack weights in llama.cpp's Q4_K format for the kernels.
 
     This is lossless: a super-block of int4 has the same scales, minima and codes as a Q4_K block. A block has 256
-    inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128 bytes of codes. Each
-    32 of these bytes have the codes of two groups: byte j has the code of input j of the first group in its lower half,
-    and that of the second group in its upper half (``block_q4_K`` of ``ggml-common.h``).
+    inputs: the float16 d and dmin, 12 bytes with 8 integers s and 8 integers m of 6 bits, and 128 bytes of codes. Every
+    32 bytes of codes belong to two groups: byte j has the code of input j of the first group in its lower half, and
+    that of the second group in its upper half (``block_q4_K`` of ``ggml-common.h``).
 
     Args:
         blocks: (E, N, B, 144) uint8, for 256 * B inputs; any strides.
@@ -397,11 +397,11 @@ def pack_q4_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def fields_of_q4_k(fields: Tensor) -> Tensor:
-    """Unpack the 12 bytes of Q4_K or Q5_K that hold a scale s and a minimum m of 6 bits for each of 8 groups.
+    """Unpack the 12 bytes of Q4_K or Q5_K with a scale s and a minimum m of 6 bits for each of 8 groups.
 
     Returns (..., 2, 8) uint8: s, then m. The lower 6 bits of bytes 0 to 3 are s of groups 0 to 3, those of bytes 4 to 7
-    are m of groups 0 to 3. Bytes 8 to 11 hold the lower 4 bits of groups 4 to 7, s in the lower nibble and m in the
-    upper; their upper 2 bits are the upper 2 bits of bytes 0 to 3 (s) and 4 to 7 (m).
+    are m of groups 0 to 3. Bytes 8 to 11 have the lower 4 bits of s and m of groups 4 to 7, s in the lower
+    nibble and m in the upper; the upper 2 bits of s and m are those of bytes 0 to 3 (s) and 4 to 7 (m).
     """
     first, second, last = fields.unflatten(-1, (3, 4)).unbind(-2)
     s = torch.cat([first & 63, last & 15 | first >> 6 << 4], dim=-1)
@@ -688,7 +688,7 @@ def _codes(values: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tens
 
 
 def _inverse(step: Tensor) -> Tensor:
-    """Return 1 / ``step``, and 0 where ``step`` is 0; no ``step`` is negative."""
+    """Return 1 / ``step``, and 0 where ``step`` is 0; ``step`` must not be negative."""
     return torch.where(step > 0, torch.where(step > 0, step, 1).reciprocal(), 0)
 
 

@@ -12,7 +12,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def at_least(owner: str, argument: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise unless ``value`` is an int from ``low`` to ``high``; None means no upper bound."""
+    """Raise unless ``value`` is an int from ``low`` to ``high``, or at least ``low`` if ``high`` is None."""
     checks.integer(owner, argument, value, low, high, f"at least {low}" if high is None else f"in {low}..{high}")
 
 
@@ -75,7 +75,7 @@ class Block:
 
     @property
     def weight_itemsize(self) -> int:
-        """Return the size in bytes of the weight of a choice, which the router computes in float32 or float64."""
+        """Return the size in bytes of a choice's weight; the router computes weights in float32 or float64."""
         return max(4, self.itemsize)
 
     @property
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def replicated_parameters(self) -> int:
-        """Return H E + 3 H F_shared, the number of weights of router and shared experts, which every rank has."""
+        """Return H E + 3 H F_shared, the number of weights of router and shared experts; every rank has them."""
         return self.hidden * self.experts + 3 * self.hidden * self.shared_ffn
 
 

@@ -94,9 +94,9 @@ def simulation_of(options: argparse.Namespace) -> Simulation:
 
 
 def block_of(options: argparse.Namespace) -> Block:
-    """Return the block that the options describe: a preset with given sizes replaced, or a block of given sizes.
+    """Return the block that the options describe: a preset, with given sizes in place of its own, or a new block.
 
-    Raise ValueError if only some of the options ``OWN`` are given, without a model.
+    Without a model, raise ValueError if some, but not all, of the options ``OWN`` are given.
     """
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model is not None:

@@ -55,7 +55,7 @@ class Load:
     """True if every choice of K among all E experts was equally likely, as the formulas assume."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless all choices have one shape (N, K), not empty, with values in 0..E-1."""
+        """Raise ValueError unless all choices have the same shape (N, K), not empty, and values in 0..E-1."""
         steps = [step for layer in self.choices for step in layer]
         if not self.choices or not all(self.choices) or not all(step.numel() for step in steps):
             raise ValueError("Load: choices must have at least one layer, step and token in each")
@@ -87,12 +87,12 @@ class Load:
 
 
 def source_ranks(tokens: int, ranks: int) -> Tensor:
-    """Return (N,) int64, the rank of each token: consecutive parts, whose sizes differ by at most one."""
+    """Return (N,) int64, the rank of each token. Ranks get consecutive tokens, and equal numbers of them or nearly."""
     return torch.arange(tokens) * ranks // tokens
 
 
 def uniform(block: Block, tokens: int, *, seed: int = 0) -> Load:
-    """Return a load in which all experts are equally likely. The arguments are those of :func:`zipf`."""
+    """Return a load in which all experts are equally likely. :func:`zipf` describes the arguments."""
     return _drawn("uniform", block, tokens, torch.zeros(block.experts), seed)
 
 
@@ -221,7 +221,7 @@ class LoadRecorder:
 
     The tokens of several forwards in one block (micro-batches) are concatenated into one step. The backward pass must
     be outside of the block, because activation checkpointing would run forwards again in it. Inside its blocks the
-    recorder copies the choices to the CPU, which waits for the device; outside of them it costs nothing.
+    recorder copies the choices to the CPU, so the host waits for the device; outside of them it costs nothing.
 
     Args:
         model: a model with at least one :class:`pymoe.nn.MoE`, or a model of transformers whose experts are behind its

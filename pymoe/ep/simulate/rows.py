@@ -153,9 +153,9 @@ def balance(name: str, found: list[Spread]) -> Balance:
 def expected_rows(block: Block, ranks: int, deduplicate: bool) -> float:
     """Return the expected number of rows that a token sends to other ranks, for a uniform router and contiguous shards.
 
-    The result is the mean over the rank that the token is on. Without ``deduplicate``, each choice is a row, so the
-    result is K (1 - 1 / R) for any shards, since the shares of the ranks sum to 1. With ``deduplicate``, there is at
-    most one row per rank, so the result is the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the
+    The result is the mean over the ranks on which the token may be. Without ``deduplicate``, each choice is a row, so
+    the result is K (1 - 1 / R) for any shards, since the shares of the ranks sum to 1. With ``deduplicate``, there is
+    at most one row per rank, so the result is the sum over the other ranks of 1 - C(E - n, K) / C(E, K), where n is the
     number of experts of a rank. A term is the probability that at least one of the rank's experts is among the K chosen
     experts, since all C(E, K) sets are equally likely.
 
@@ -208,7 +208,7 @@ def destinations_of(choices: Tensor, source: Tensor, shares: Shares) -> Tensor:
     sizes = torch.bincount(cell, minlength=shares.rows.shape[0] * experts)
     first = sizes.cumsum(0) - sizes
     number = torch.empty_like(cell)
-    number[order] = torch.arange(len(cell)) - first[cell[order]]  # index among rows of the same source and expert
+    number[order] = torch.arange(len(cell)) - first[cell[order]]  # index among the rows of its source and expert
     ends = shares.rows.cumsum(2).view(-1, most)
     place = (number[:, None] >= ends[cell]).sum(1)
     return hosts[choices.flatten(), place].view_as(choices)

@@ -103,8 +103,8 @@ class Simulation:
     def tokens_below(self, traffic: Traffic, name: str) -> float | None:
         """Return the number of tokens per rank and step up to which expert parallelism sends fewer bytes than ``name``.
 
-        The bytes of rows grow with the number of tokens; those of counts, clones and the alternatives do not. Return
-        None if ``traffic`` has no bytes, so that there is no limit.
+        The bytes of rows grow with the number of tokens; those of counts, clones and the alternatives do not. If
+        ``traffic`` has no bytes, there is no limit: return None.
 
         Args:
             traffic: an element of ``self.traffic``.
@@ -233,7 +233,7 @@ def _traffic(
 
     def size(deduplicate: bool) -> tuple[float, float]:
         rows = sum(travelling(pairs) for one in found for pairs in one.pairs(deduplicate, chunks)) / len(found) / ranks
-        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: index, weight, its gradient
+        indexed = INDEX_BYTES + 2 * block.weight_itemsize  # per choice: index, weight, gradient of the weight
         return rows, rows * (EXCHANGES * block.row_bytes + deduplicate * indexed * block.choices)
 
     rows, moved = size(deduplicate)
@@ -301,7 +301,7 @@ def data_parallel(block: Block, tokens: float, optimizer_bytes: float, *, recomp
 def fully_sharded(block: Block, ranks: int, tokens: float, optimizer_bytes: float, *, recompute: bool) -> Memory:
     """Return the memory of a rank that holds 1 / R of every parameter (FSDP).
 
-    Its buffers include the whole weights and gradients of one layer.
+    The buffers of the rank include the whole weights and gradients of one layer.
     """
     whole = block.experts * block.expert_parameters + block.replicated_parameters
     return _alone(block, ranks, 2.0 * whole * block.itemsize, tokens, optimizer_bytes, recompute)
@@ -319,7 +319,7 @@ def _activations(block: Block, computed: float, returned: float, tokens: float, 
 
     Let b be the size in bytes of an element of the rows, and w that of an element in the router (float32 or float64).
     The terms are w T (H + E) for the router's rows and logits; b (H + 3 F) for each computed row, which is saved before
-    and after the first product and before the second; b H for each returned row, for the gradients of the weights;
+    and after the first product and before the second; b H for each returned row, for the gradient of its weight;
     b T (H + 3 F_shared) for shared experts, less b T H if they use the router's rows; and 16 T K for choices, weights
     and the order of rows. Rows that are copied on arrival (``copied``) are summed on the rank of the experts, which
     saves the experts' outputs for this: another b H for each computed row.

@@ -48,8 +48,8 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
         ),
     )
 }
-"""Classes of experts with a gate of their own, each with a function of the experts that returns the same activation of
-pymoe, or None if there is none."""
+"""Classes of experts with a gate of their own, each with a function that takes the experts and returns pymoe's
+equivalent activation, or None if there is none."""
 
 _CLAMPED_NETWORKS: dict[tuple[str, str], Callable[[Any], ActivationKind | None]] = {
     ("transformers.models.glm5_next.modeling_glm5_next", "Glm5NextTextMLP"): (
@@ -59,7 +59,7 @@ _CLAMPED_NETWORKS: dict[tuple[str, str], Callable[[Any], ActivationKind | None]]
         lambda network: ClampedSwiglu(network.swiglu_limit, network.swiglu_alpha, 1.0)
     ),
 }
-"""The same for the dense networks of these models that clamp like their experts."""
+"""The same for dense networks that clamp as the experts of their models do."""
 
 
 def activation_of(experts: nn.Module) -> Activation:
@@ -91,8 +91,8 @@ def fused_activation(experts: nn.Module) -> ActivationKind | None:
 def dense_activation(network: nn.Module) -> Activation | None:
     """Return the activation between the linear layers of a dense network that serves as shared experts.
 
-    This is a kind of :func:`pymoe.ops.expert_activation` if a kind computes the same. Otherwise it is a function, or
-    None if the network has no ``gate_proj`` or clamps the factors of a gate other than silu.
+    This is a kind of :func:`pymoe.ops.expert_activation` if a kind computes the same. Otherwise it is a function; but
+    for a network without ``gate_proj``, and for one that clamps its gate and does not apply silu to it, it is None.
     """
     clamped = _CLAMPED_NETWORKS.get(place(type(network)))
     if clamped is not None:
@@ -115,7 +115,8 @@ def followed_by_cast(activation: Callable[[Tensor], Tensor], dtype: torch.dtype)
 def gated_activation(act_fn: Any) -> Activation:
     """Return the activation that computes ``act_fn(gate) * up`` for rows [gate | up].
 
-    It is one of pymoe's fused kinds if one computes the same and ``act_fn`` has no hooks; otherwise it is a function.
+    Return one of pymoe's fused kinds if a kind computes the same and ``act_fn`` has no hooks; otherwise return a
+    function.
     """
     if not _has_hooks(act_fn) and (kind := _with_gate(act_fn)) is not None:
         return kind

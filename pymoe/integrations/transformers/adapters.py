@@ -54,7 +54,7 @@ def lend(experts: Any, name: str, adapters: list[LowRank]) -> Iterator[None]:
 
 
 def take(experts: Any) -> Adapters:
-    """Remove the adapters that were lent to an experts module, and return them; a second call returns none."""
+    """Remove the adapters that were lent to an experts module, and return them; return {} if there are none."""
     adapters: Adapters = experts.__dict__.pop(_LENT, None) or {}
     return adapters
 

@@ -2,7 +2,7 @@
 
 A weight (N, H) has codes q, and a scale s and a zero point z for each output and group of inputs; it represents
 ``(q - z) * s``. That is ``s * q + offset`` with ``offset = -z * s``, pymoe's format "affine", if float32 can represent
-the offset without rounding, which is checked. The three methods differ in the tensors that replace ``NAME.weight``, and
+the offset without rounding (this is checked). The three methods differ in the tensors that replace ``NAME.weight``, and
 in the order of the codes in words of 32 bits; the first code is in the lowest bits:
 
 - GPTQ: a word of ``qweight`` (H / 8, N) has 8 codes of 4 bits along the inputs, a word of ``qzeros`` (groups, N / 8)
@@ -94,7 +94,7 @@ class _Integers(StoredRows):
         if bias is not None and bool(bias.any()):
             raise ValueError("expected no bias, or zeros for it, as the model has none, got other numbers")
         codes, scales, zeros = self._read_checked(parts)
-        products = scales.double() * zeros.double()  # products are exact: factors have at most 24 and 8 bits
+        products = scales.double() * zeros.double()  # exact: the factors have at most 24 and 8 bits
         offsets = -products.float()
         if not torch.equal(offsets.double(), -products):
             raise ValueError("expected zero points times scales to be float32 without rounding, which they are not")
@@ -141,7 +141,7 @@ class _Integers(StoredRows):
         return 1 if self.group is None else up(inputs, self.group) // self.group
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
-        """Raise if the files have groups that do not consist of neighbouring inputs."""
+        """Raise ValueError if the files have groups that do not consist of neighbouring inputs."""
         if self.order is None or self.order not in parts:
             return
         index = _part(parts, self.order, (inputs,), torch.int32, torch.int64)
@@ -205,7 +205,7 @@ class _CompressedTensors(_Integers):
         return super()._required + (() if self.symmetric else ("weight_zero_point",))
 
     def _check_order(self, parts: Mapping[str, Tensor], inputs: int) -> None:
-        """Raise as for other methods, but allow an index of -1: it means that compressed-tensors has set no order."""
+        """Raise ValueError as for other methods, except if an index is -1: compressed-tensors has then set no order."""
         index = parts.get("weight_g_idx")
         if index is None or not bool((index == -1).any()):
             super()._check_order(parts, inputs)
@@ -315,7 +315,7 @@ raises ValueError if pymoe does not read the format."""
 
 
 def _of_kind(kind: type[_Integers], method: str, name: str, code_bits: Any, group: Any, **named: Any) -> StoredRows:
-    """Return the format for files of the quantisation method ``method``, which errors call ``name``.
+    """Return the format for files of the quantisation method ``method``; errors call the method ``name``.
 
     Among pymoe's formats "affine", take the one with the fewest bits that represents these codes and groups exactly.
 

@@ -114,7 +114,10 @@ def refuse_to_save(model: nn.Module, state_dict: object) -> None:
 
 
 def _own_bias(block: nn.Module, experts: Any) -> tuple[nn.Module, str] | None:
-    """Return the module of a sparse block that has the router's own bias, and the bias's name; None without a bias."""
+    """Return the module, inside a sparse block, with the router's own bias, and the name of the bias in that module.
+
+    Return None if the router has no bias of its own.
+    """
     inside = set(experts.modules())
     for module in block.modules():
         if module not in inside:

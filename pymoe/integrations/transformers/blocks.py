@@ -138,7 +138,7 @@ PLANS: dict[str, Plan] = {
     "MixtralSparseMoeBlock": _MIXTRAL,
     "NemotronHMoE": replace(_DEEPSEEK_V3, only={"config.moe_latent_size": None}),
     "OlmoeSparseMoeBlock": _FLAGGED,
-    # The router divides the weights by top_k; the block multiplies the sum by its num_experts, which is top_k, too.
+    # The router divides the weights by top_k; the block multiplies the sum by num_experts, its own name for top_k.
     "OpenAIPrivacyFilterMLP": replace(_GPT_OSS, scale=lambda block: block.num_experts / block.router.top_k),
     "Qwen2MoeSparseMoeBlock": _QWEN2,
     "Qwen3MoeSparseMoeBlock": _FLAGGED,

@@ -200,8 +200,8 @@ _OF_BLOCKS = ("transformers.", "torch.nn.modules.", *_OF_LAYERS)
 
 
 def _check_plain(name: str, module: nn.Module, known: tuple[str, ...]) -> None:
-    """Raise ValueError if ``module`` or a submodule has hooks, a patched forward, or a class that is not from ``known``
-    packages.
+    """Raise ValueError if ``module`` or a submodule has hooks, a patched forward, or a class from a Python
+    module whose name does not begin with one of ``known``.
 
     A conversion copies only weights and options, so these would be lost. The hooks with which transformers records
     outputs are allowed.

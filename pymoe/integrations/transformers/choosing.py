@@ -1,9 +1,9 @@
 """Overrides which experts a router of the transformers library chooses, and nothing else.
 
 Routers choose experts by calling ``torch.topk`` on scores whose last dimension is E. While a router runs, the mode
-:class:`Choosing` intercepts that call: it substitutes its own indices, and gathers the router's scores at them as the
-values. The router thus still computes the weights by its own rule. (If the router has first chosen groups, it has
-masked the scores of other groups. The values are then NaN.)
+:class:`Choosing` intercepts that call: it substitutes its own indices, and gathers the router's scores at these
+indices as the values. The router thus still computes the weights by its own rule. (If the router has first chosen
+groups, it has masked the scores of other groups. The values are then NaN.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Choosing(TorchFunctionMode):
         self.num_experts = num_experts
         self.choose = choose
         self.indices: Tensor | None = None
-        """The indices of the last choice among all experts; None before it."""
+        """The indices of the last choice among all experts; None before the first."""
         self.groups = False
         """True once the router has chosen groups of experts, after which it masks the scores of the other groups."""
 
@@ -95,7 +95,7 @@ class ModeAround(Generic[Mode]):
 
     Args:
         router: the module whose call makes the choice.
-        make: called once for each call of the router; returns its mode.
+        make: called once for each call of the router; returns the mode for that call.
     """
 
     def __init__(self, router: nn.Module, make: Callable[[], Mode]) -> None:
@@ -117,7 +117,7 @@ class ModeAround(Generic[Mode]):
 
 
 class _Around:
-    """Replaces a router's forward by one that enters the modes of all ``parts`` and calls the router's own forward.
+    """Replaces a router's forward with one that enters the modes of all ``parts`` and calls the router's own forward.
 
     A pair of hooks would not do: torch calls no hook after a :class:`KeyboardInterrupt`, so the modes would stay on.
     """

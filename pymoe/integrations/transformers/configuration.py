@@ -49,7 +49,7 @@ class PymoeConfig(QuantizationConfigMixin):
 
     ``save_pretrained`` writes the packed weights and this configuration, which ``from_pretrained`` finds in the folder.
     :mod:`pymoe.integrations.transformers` must be imported to read them; otherwise transformers raises because of the
-    weights' shapes. If the folder has a configuration, transformers ignores the one that is passed to it, and warns.
+    weights' shapes. If the folder has a configuration, transformers ignores the one that is passed, and warns.
 
     Checkpoints in MXFP4, such as the published GPT-OSS, are an exception: ``PymoeConfig(bits=4, format="mxfp")``
     replaces their own configuration. Their codes and scales are kept unchanged, never rounded to another format.
@@ -77,8 +77,8 @@ class PymoeConfig(QuantizationConfigMixin):
         linear_bits: 8 or 4 to round dense layers to integers: attention, shared experts, dense networks and the head,
             as :func:`pymoe.nn.quantize_linears` selects them. None keeps the format that they have in the files; that
             may be FP8, GGUF, GPTQ, AWQ, compressed-tensors or pymoe's own. A head that the configuration ties to the
-            embedding is not rounded, even if the files contain a separate weight for it, which ``quantize_linears``
-            would round.
+            embedding is not rounded, even if the files contain a separate weight for the head;
+            ``quantize_linears`` would round that weight.
         version: version of the files. Files of version 1 can be read unless they contain integers of 4 bits.
         quant_method: ``"pymoe"``, the name by which transformers finds this class.
 
@@ -142,7 +142,7 @@ class PymoeConfig(QuantizationConfigMixin):
         self.bits = bits
         self.format = format
         self.linear_bits = linear_bits
-        # Not the argument: files that are saved with this configuration have the current version.
+        # Ignore the argument, because files that are saved with this configuration have the current version.
         self.version = FORMAT
         self.quant_method = quant_method
         self.folder: Path | None = None

@@ -129,7 +129,7 @@ def _product(weight: Tensor) -> Product:
 
 
 def as_operand(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return ``rows`` in the dtype of the product with ``weight``: autocast's dtype if it is on, else the weight's."""
+    """Return ``rows`` as an operand of the product with ``weight``: cast by autocast if it is on, else to its dtype."""
     if not autocast_enabled(rows.device.type):
         return rows.to(weight.dtype)
     (cast,) = cast_operands(rows)

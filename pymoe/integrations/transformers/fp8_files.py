@@ -1,9 +1,9 @@
 """Checkpoints with weights in FP8 and scales of blocks, such as DeepSeek-V3 and Qwen3-FP8.
 
 Next to a weight NAME, (N, H) float8_e4m3fn, the files have its scales NAME_scale_inv, (ceil(N / 128), ceil(H / 128));
-values are multiplied by them. These are the rules of ``transformers.integrations.finegrained_fp8``, except that it
-needs whole blocks. The row of bytes that is made for an output has its codes, then a float32 scale for each block of
-inputs.
+the codes of a block are multiplied by its scale. These are the rules of ``transformers.integrations.finegrained_fp8``,
+except that transformers needs whole blocks. The row of bytes that is made for an output has its codes, then a float32
+scale for each block of inputs.
 """
 
 from __future__ import annotations

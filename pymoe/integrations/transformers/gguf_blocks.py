@@ -56,7 +56,10 @@ Join = Callable[[list[Tensor]], Tensor]
 
 
 class Order(NamedTuple):
-    """The order in which rows and columns of a file's tensor become those of a dense weight; None for no change."""
+    """The order in which rows and columns of a file's tensor become those of a dense weight.
+
+    A field that is None means that the order does not change.
+    """
 
     rows: Tensor | None = None
     """(N,) integers: for each row of the weight, the row of the tensor."""
@@ -105,8 +108,8 @@ def _formats(kind: str) -> list[Format]:
 
 
 def _columns(format: Format) -> int:
-    """Return the number of columns that a format cannot separate: a group that shares a scale, or in int4 a
-    super-block.
+    """Return the number of neighbouring columns that must stay together in a format: those of a group that shares a
+    scale, or in int4 those of a super-block.
     """
     number = FORMATS[format]
     return RUNS[number][0] if number in RUNS else GROUP * SUPER if format == ("int", 4) else GROUP
@@ -150,7 +153,7 @@ def packed_rows(tensor: Any, shape: tuple[int, int], format: Format, order: Orde
     Args:
         tensor: a tensor of ``GGUFReader`` with N rows.
         shape: (N, H).
-        format: a format that represents the tensor's type without rounding, and whose groups the order keeps.
+        format: a format that represents the tensor's type without rounding; its groups must stay together in ``order``.
         order: the order of the weight's rows and columns.
         gguf: as for :func:`packed_weight`.
 
@@ -196,12 +199,12 @@ def _blocks(name: str, rows: Tensor, gguf: Any) -> Tensor:
 
 
 def _halves(blocks: Tensor, name: str) -> Tensor:
-    """Return the float16 values of each block, converted to float32."""
+    """Return the values that each block stores in float16, (..., values), converted to float32."""
     return blocks[..., HALVES[name]].contiguous().view(torch.float16).float()
 
 
 def _nibbles(codes: Tensor, run: int) -> Tensor:
-    """Unpack codes of 4 bits. From each ``run`` bytes, take first the lower half of every byte, then the upper half."""
+    """Unpack codes of 4 bits: for each ``run`` bytes, the lower halves of all these bytes, then their upper halves."""
     runs = codes.unflatten(-1, (codes.shape[-1] // run, run))
     return torch.cat([runs & 15, runs >> 4], dim=-1).flatten(-2)
 

@@ -117,7 +117,7 @@ class Weight(NamedTuple):
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def packed(self, name: str, layer: QuantizedLinear) -> Tensor:
-        """Return the packed bytes of this weight, which is called ``name``.
+        """Return the packed bytes of this weight.
 
         Args:
             name: name of the weight in the model, for errors.
@@ -142,7 +142,7 @@ class Weight(NamedTuple):
         return self.join(parts).T.contiguous()
 
     def whole(self, transposed: bool) -> Tensor:
-        """Return the weight as (E, N, H), or as (E, H, N) if ``transposed``. Its types must not be quantised."""
+        """Return the weight as (E, N, H), or as (E, H, N) if ``transposed``. None of its tensors may be quantised."""
         weight = gguf_blocks.floating_weight(self.tensors, self.join)
         return weight.mT.contiguous() if transposed else weight
 
@@ -272,8 +272,8 @@ class GgufFile:
     def plan(self, model: Any, dense: Container[str]) -> None:
         """Assign the tensors of the file to the weights of a model, before its experts and dense layers are replaced.
 
-        If weights of experts will be rounded, warns once for all weights for whose types pymoe has no format, and once
-        for all whose values the model's dtype cannot represent.
+        Warn about weights of experts that will be rounded: once about those whose types have no format in pymoe, and
+        once about those whose values the model's dtype cannot represent.
 
         Args:
             model: the model, not yet quantised.
@@ -281,7 +281,8 @@ class GgufFile:
 
         Raises:
             ValueError: the model has another architecture, or its config contradicts the file; a tensor is missing,
-                unknown or of another size, or has a type that cannot be widened.
+                unknown or of another size, or has a type that cannot be widened; or the config ties two parameters,
+                and the file has a tensor for each of them.
         """
         if model.config.model_type != MODELS[self.architecture]:
             raise ValueError(

@@ -104,7 +104,9 @@ def has_replaced_gate(experts: Any) -> bool:
 
 
 def is_behind(module: Any) -> bool:
-    """Return whether ``use_experts_implementation`` decorates the class of a module: it is behind the interface."""
+    """Return whether a module is behind transformers' experts interface, that is, whether
+    ``use_experts_implementation`` decorates its class.
+    """
     return hasattr(module, GATE) and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
@@ -192,7 +194,7 @@ def saves_adapter_alone(model: Any) -> bool:
 
 
 def quantizer_bases() -> tuple[Any, Any, Any]:
-    """Return transformers' base classes for a quantisation method: of its options, its quantizer and its operations.
+    """Return transformers' base classes for the options, the quantizer and the operations of a quantisation method.
 
     Raises:
         ImportError: transformers is missing, or older than version 5.
@@ -222,7 +224,7 @@ def check_quantizers_see_the_model(what: str) -> None:
 
 
 def trainer_callback() -> Any:
-    """Return the base class of callbacks of a ``Trainer``."""
+    """Return the base class of ``Trainer`` callbacks."""
     check_installed()
     from transformers.trainer_callback import TrainerCallback
 
@@ -242,9 +244,9 @@ def register_quantizer(config: type, quantizer: type) -> None:
 def call_before_merging(choose: Callable[[dict[str, Any], Any], Any]) -> None:
     """Make ``from_pretrained`` of all models call ``choose(entries, passed)`` for folders of quantised files.
 
-    transformers uses the configuration in the folder. It ignores a configuration that is passed, or raises if the
-    classes of the two differ. So it would raise for a :class:`PymoeConfig` and files of another method. transformers
-    has no hook for this, so its method that compares the two is wrapped, once for all models.
+    transformers uses the configuration in the folder. It ignores a configuration that is passed, or raises if the two
+    configurations have different classes. So it would raise for a :class:`PymoeConfig` and files of another method.
+    transformers has no hook for this, so its method that compares the configurations is wrapped, once for all models.
 
     Args:
         choose: takes the entries of the folder's configuration, and the configuration that was passed to
@@ -314,8 +316,8 @@ def gguf_metadata(path: str) -> dict[str, Any] | None:
 def gguf_names(model: Any, architecture: str, names: Iterable[str]) -> tuple[dict[str, str], Callable[[Any, str], Any]]:
     """Return transformers' names for the tensors of a GGUF file, and its conversion of their values.
 
-    transformers has an old and a new table of architectures, and each architecture is in one of them. Do not use the
-    names of experts: they are not those of the model.
+    transformers has an old and a new table of architectures, and each architecture is in one of them. The names of
+    experts in the result are not those of the model, so do not use them.
 
     Args:
         model: the model.
@@ -426,7 +428,7 @@ def changed(converter: Any, sources: list[str], targets: list[str], operation: A
 
 
 def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
-    """Make ``save_pretrained`` reverse other converters than the ones that loaded the model.
+    """Make ``save_pretrained`` reverse converters other than those that loaded the model.
 
     Args:
         model: a model that has been loaded.
@@ -441,7 +443,7 @@ def save_as_if_loaded_by(model: Any, originals: list[tuple[Any, Any]]) -> None:
 def save_as_named(model: Any, endings: list[str], operation: Any) -> None:
     """Make ``save_pretrained`` leave tensors unchanged if their names have these endings.
 
-    Otherwise transformers would apply the reverse of the model's converters, which match parts of names, and cut a
+    Without this, transformers would apply the reverse of the model's converters, which match parts of names, and cut a
     packed weight into experts. Of the converters that match a name, transformers uses the last one in the model's list.
 
     Args:

@@ -72,10 +72,10 @@ class LoadCallback(TrainerCallback):
         self._frames: list[list[list[float]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Start counting afresh."""
+        """Reset the counts, and start counting."""
         model: nn.Module = self.trainer.model
         self._load, self._dropped, self._frames = {}, {}, []
-        # If the former training raised, nothing called on_train_end.
+        # If the previous training run raised, nothing called on_train_end.
         if self._counting is not None:
             self._counting.remove()
             self._counting = None

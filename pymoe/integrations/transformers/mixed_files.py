@@ -1,8 +1,9 @@
 """Finds the format of each weight in a folder that pymoe has saved, if weights have several formats.
 
 For each packed weight NAME, the files contain ``NAME.sizes``, which gives the number of its format. The folder's
-configuration has the format "stored" if experts have several formats or some are not packed. It has ``linear_bits``
-only if this option would pack the same dense layers as the model has, in the same format.
+configuration has the format "stored" if experts have several formats or some are not packed. The
+configuration has ``linear_bits`` only if this option would pack the dense layers that are packed in the model, in the
+same format.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ ENDING = ".sizes"
 
 
 def numbers_in(files: Iterable[str], model: Any) -> dict[str, int | None]:
-    """Return the numbers of the formats of packed weights, by the names of the weights in the model.
+    """Return the number of each packed weight's format, by the name of the weight in the model.
 
     Args:
         files: paths of the checkpoint's files; files that are not safetensors are skipped.
         model: the model, before its weights are replaced.
 
     Returns:
-        A dictionary with all packed weights; its value is None for a weight without sizes.
+        A dictionary with all packed weights; the number is None for a weight without ``NAME.sizes``.
     """
     numbers: dict[str, int | None] = {}
     packed: set[str] = set()

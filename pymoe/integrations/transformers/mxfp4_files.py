@@ -34,9 +34,7 @@ def stored(_: Mapping[str, Any]) -> StoredFormat:
 
 
 def sources(name: str) -> list[str]:
-    """Return patterns for the names of the tensors that files have for a weight; ``name`` is the last part of the
-    weight's name.
-    """
+    """Return patterns for the names of a weight's tensors in files; ``name`` is the last part of the weight's name."""
     return [rf"\.{name}{ending}$" for ending in ENDINGS]
 
 

@@ -155,7 +155,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def register() -> None:
-    """Make :func:`pymoe.nn.quantize_experts` raise for experts outside of the interface, in an error that names them.
+    """Make :func:`pymoe.nn.quantize_experts` raise for experts outside of the interface, with an error that names them.
 
     Further calls change nothing.
     """

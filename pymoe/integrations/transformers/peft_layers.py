@@ -177,7 +177,8 @@ def _stand_in(layer: QuantizedLinear, transposed: bool, dtype: torch.dtype) -> T
 def _stand_ins(model: nn.Module) -> Iterator[None]:
     """Give the model stand-in parameters for the weights of quantised experts, until the context ends.
 
-    PEFT looks for the parameters to adapt among the model's parameters. The order is that of unquantised experts.
+    PEFT looks for the parameters to adapt among the model's parameters. The order of the parameters is that
+    in unquantised experts.
     """
     dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     places: list[tuple[dict[str, Any], str]] = []

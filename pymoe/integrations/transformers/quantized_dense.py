@@ -52,7 +52,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedDenseLine
 
 
 def packed_in_place(model: nn.Module, name: str, weight: Tensor, bits: int) -> QuantizedDenseLinear:
-    """Replace the linear layer ``name`` with a quantised layer that keeps its bias; return the quantised layer."""
+    """Replace the linear layer ``name`` with a quantised layer that has the same bias; return the new layer."""
     linear: Any = model.get_submodule(name)
     layer = QuantizedDenseLinear.from_weight(weight, bits, bias=linear.bias).eval()
     model.set_submodule(name, layer)
@@ -88,10 +88,10 @@ def name_as_in_files(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 
 
 def bits_to_save(model: nn.Module) -> int | None:
-    """Return the ``linear_bits`` that makes ``from_pretrained`` pack the same dense layers in the same format, or None.
+    """Return the ``linear_bits`` with which ``from_pretrained`` packs the same dense layers in the same format.
 
-    If no value does, or no dense layer is packed, return None: ``from_pretrained`` then takes the format of each layer
-    from the files. Files of earlier versions have ``linear_bits``.
+    Return None if there is no such value, or if no dense layer is packed: ``from_pretrained`` then takes the format of
+    each layer from the files.
 
     Raises:
         ValueError: ``from_pretrained`` would not pack a layer that the model has packed.

@@ -65,7 +65,7 @@ class PymoeQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PymoeConfig, **named: Any) -> None:
         super().__init__(quantization_config, **named)
-        # transformers sets this if a configuration names the method, but GGUF files have no such configuration.
+        # transformers does not set pre_quantized for GGUF files, because they have no configuration of the method.
         if quantization_config.stored == gguf_files.STORED:
             self.pre_quantized = True
         self.stored = quantization_config.stored if self.pre_quantized else None
@@ -73,15 +73,15 @@ class PymoeQuantizer(HfQuantizer):
         self.weights: set[str] = set()
         """Names, in the model, of the weights that must be packed once it is loaded."""
         self.dense: dict[str, Format] = {}
-        """Formats of those of them that are dense layers, by the paths of the layers."""
+        """Formats of the dense layers whose weights are in ``weights``, by the paths of the layers."""
         self.missing: set[str] = set()
         """Names of the tensors that the model lacks; transformers' own set."""
         self.floating: set[str] = set()
-        """Names of stacked weights that files hold in floating point next to packed ones."""
+        """Names of the stacked weights that are not packed in files in which other weights are packed."""
         self.packed: set[str] = set()
         """Names of the weights that have been packed."""
         self.faults: dict[str, str] = {}
-        """Errors of other weights, by name."""
+        """Errors of weights that could not be packed, by name."""
         self.own: Callable[[int], slice] | None = None
         """Takes a number of experts, and returns those to keep of a stacked weight; None to keep all."""
         self.state_to_save: Any = None
@@ -104,7 +104,7 @@ class PymoeQuantizer(HfQuantizer):
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Raise ValueError if the configuration requests an implementation of experts other than pymoe's.
+        """Return ``config``; raise ValueError if it requests an implementation of experts other than pymoe's.
 
         transformers calls this before it creates the model, so this is also where the quantizer gets the configuration.
         """
@@ -132,7 +132,7 @@ class PymoeQuantizer(HfQuantizer):
     def get_state_dict(self, _: str, model: Any) -> dict[str, Any]:
         """Return the tensors of the GGUF file by their names in the model.
 
-        Weights that stay quantised are empty tensors, because the operation :class:`TakeFromGguf` reads them itself.
+        Weights that will be packed are empty tensors, because the operation :class:`TakeFromGguf` reads them itself.
         """
         assert self.gguf is not None
         empty = torch.empty(0, dtype=torch.uint8)
@@ -147,7 +147,7 @@ class PymoeQuantizer(HfQuantizer):
             numbers = mixed_files.numbers_in(files, model)
         else:
             for _file in opened(files):
-                pass  # opening a file checks that it is whole; the other branches open all files, too
+                pass  # opened() raises for truncated files; the other branches also open all files
         model.eval().set_experts_implementation(interface.NAME)
         self.weights = {
             f"{name}.{weight}" for name, one in model.named_modules() for weight in stacked_weights(one) or ()
@@ -201,11 +201,14 @@ class PymoeQuantizer(HfQuantizer):
         self.weights |= {name + quantized_dense.ENDING for name in self.dense}
 
     def _place_layers(self, model: Any, numbers: Mapping[str, int | None]) -> None:
-        """Replace the stacked weights of a model by quantised layers, all on the meta device.
+        """Replace the stacked weights of a model with quantised layers on the meta device.
+
+        With the format ``AS_STORED``, replace only the weights that will be packed, and move the names of the others
+        from ``weights`` to ``floating``.
 
         Args:
             model: the model.
-            numbers: the numbers of the weights' formats, if pymoe has saved the files.
+            numbers: the formats' numbers, from :func:`mixed_files.numbers_in`; empty if pymoe did not save the files.
         """
         config = self.quantization_config
         if config.format != AS_STORED:
@@ -528,14 +531,13 @@ class TakeFromGguf(_Takes):
         """Return the packed bytes of a weight, made from its tensors in the GGUF file."""
         gguf = self.hf_quantizer.gguf
         assert gguf is not None
-        # The tensor is empty. It only tells on which device the weight must be.
+        # The tensor is empty, and only shows on which device the weight must be.
         (operand,) = tensors[source_patterns[0]]
         return (gguf.stacked | gguf.dense)[name].packed(name, layer).to(operand.device)
 
 
 class _WithParts(_Known):
-    """Base class of the operations that first combine the tensors of each weight, such as codes and scales, into one
-    tensor.
+    """Base class of operations that first combine the tensors of each weight, such as codes and scales, into one.
 
     Then they run the operations with which transformers stacks or concatenates weights.
     """

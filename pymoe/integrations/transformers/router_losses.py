@@ -62,7 +62,7 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
     choose by logits and take the softmax of the chosen ones, such as GPT-OSS's, it uses the softmax of all logits.
 
     transformers itself adds a balancing loss to the loss of some models if they return their routers' logits. A forward
-    in which both losses would count raises.
+    in which both balancing losses would count raises :class:`ValueError`.
 
     Args:
         model: a model whose experts are behind transformers' interface.
@@ -78,9 +78,9 @@ def add_router_losses(model: nn.Module, *, aux_loss_coef: float = 0.0, z_loss_co
             experts outside of it, or has a block without a router ``gate`` or ``router``; or it already has losses from
             this function.
 
-    A forward in training mode raises :class:`ValueError` if a router computes scores from anything but the result of a
-    product, such as masked or capped logits, or computes other scores. It raises :class:`RuntimeError` in compiled
-    code.
+    A forward in training mode raises :class:`ValueError` if a router applies neither a softmax nor a sigmoid nor
+    ``topk`` to the result of a product itself, for instance because it masks or caps the logits first. A forward in
+    compiled code raises :class:`RuntimeError`.
 
     Example:
         >>> from pymoe.integrations.transformers import add_router_losses

@@ -54,13 +54,15 @@ def choice_of(experts: Any, arguments: tuple[Any, ...]) -> Choice:
 def sparse_experts(function: str, model: nn.Module) -> dict[str, Any]:
     """Return the experts modules behind transformers' interface, by their names in ``model``; there may be none.
 
+    If ``model`` is itself such a module, its name is ``"experts"``.
+
     Args:
         function: the name for errors.
         model: any module.
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: the model has experts outside of the interface, whose choice cannot be seen.
+        ValueError: the model has experts outside of the interface, so that their choices cannot be seen.
     """
     check_model(function, model)
     for module in model.modules():
@@ -85,7 +87,7 @@ def required_experts(function: str, model: nn.Module) -> dict[str, Any]:
 
 
 class Attached:
-    """A handle of the hooks and submodules that were attached to a model; :meth:`remove` removes them."""
+    """A handle for the hooks and submodules that were attached to a model; :meth:`remove` removes them."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[nn.Module, str]] = []
@@ -101,7 +103,7 @@ class Attached:
 
 
 def attach(attached: Attached, experts: nn.Module, name: str, part: nn.Module, *hooks: Removable) -> None:
-    """Make ``part`` the submodule ``name`` of experts, and record it and its ``hooks`` in ``attached``."""
+    """Make ``part`` the submodule ``name`` of ``experts``; ``attached.remove()`` then removes it and the ``hooks``."""
     setattr(experts, name, part.train(experts.training))
     attached._parts.append((experts, name))
     attached._hooks += hooks

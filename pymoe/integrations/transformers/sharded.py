@@ -117,7 +117,7 @@ def check_loaded(model: nn.Module, lacking: set[str]) -> set[str]:
         # The quantizer has kept only this rank's experts.
         loading.spread(model)
         for module in filter(is_sharded, model.modules()):
-            # Spreading has replaced the parameters of biases, which transformers must not initialise again.
+            # Spreading has replaced the biases' parameters. Mark the new ones, so that transformers keeps their values.
             for parameter in module.parameters():
                 interface.mark_initialized(parameter)
         return filled

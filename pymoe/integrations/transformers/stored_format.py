@@ -26,7 +26,7 @@ WEIGHT = "weight"
 """The last part of the name of a weight that is not quantised."""
 
 AS_STORED: Literal["stored"] = "stored"
-"""The format in a configuration that means the format, or the several formats, of the files."""
+"""The value of ``format`` in a configuration that means the format or formats of the files."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StoredFormat:
     transposed: bool | None
     """Whether the model's own weights are (E, in, out), not (E, out, in); None if they may be either."""
     layout: str
-    """These dimensions in words, for errors."""
+    """The order of the dimensions of the model's own weights, for errors."""
 
     def check_model(self, model: Any, weights: Iterable[str], bits: int | None, format: str) -> None:
         """Raise ValueError if the experts of a model cannot take weights of this format unchanged.
@@ -84,10 +84,10 @@ class StoredRows(StoredFormat, ABC):
     bits: int
     format: WeightFormat
     parts: ClassVar[tuple[str, ...]]
-    """What the names of a weight's tensors have in place of ``weight``, with ``weight`` first for those that are not
-    quantised."""
+    """The last parts of the names of a weight's tensors in the files; the first is ``weight``, which is also the last
+    part of the name of a weight that is not quantised."""
     of_unbiased: ClassVar[tuple[str, ...]] = ()
-    """More of them, which are looked for only if the model has no bias with the weight."""
+    """More such parts, which are looked for only if the layer has no bias in the model."""
 
     @abstractmethod
     def tensors_in(self, files: Iterable[str]) -> set[str]:
@@ -134,9 +134,7 @@ class StoredRows(StoredFormat, ABC):
 
     @staticmethod
     def numbers_after(rows: Tensor, inputs: int) -> Tensor:
-        """Return the float32 values from rows of bytes, in which they follow the codes; the codes take ``inputs``
-        bytes.
-        """
+        """Return the float32 values that follow the codes in each row of bytes; the codes take ``inputs`` bytes."""
         # Copy the bytes, since even contiguous bytes may start at an address that is not aligned for float32.
         return rows[..., inputs:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
@@ -145,14 +143,14 @@ class StoredRows(StoredFormat, ABC):
         """Dequantise a weight that pymoe does not pack; return (N, H) float32. Errors are those of :meth:`joined`."""
 
     def widened(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return, in ``dtype``, a weight that pymoe does not pack. The files may have it quantised or not."""
+        """Return, in ``dtype``, a weight that pymoe does not pack. In the files, the weight may be quantised or not."""
         if set(parts) == {WEIGHT} and parts[WEIGHT].dtype.itemsize > 1:
             return parts[WEIGHT].to(dtype)
         return self.dequantized(parts).to(dtype)
 
     def sources(self, weights: Iterable[str], *, unbiased: bool = False) -> list[str]:
         """Return patterns for the names of the tensors that make up weights, given the patterns for the names of the
-        weights.
+        weights. ``unbiased`` adds the tensors that files may have for a layer that has no bias in the model.
         """
         parts = self.parts + (self.of_unbiased if unbiased else ())
         # The tensors "weight" come last: before transformers 5.23, a pattern for "weight" without ``$`` would also
@@ -162,7 +160,7 @@ class StoredRows(StoredFormat, ABC):
     def collected(
         self, tensors: Mapping[str, list[Tensor]], weights: Iterable[str]
     ) -> dict[str, list[dict[str, Tensor]]]:
-        """Group the tensors that a converter has collected by weight.
+        """Return, for each weight, the tensors that a converter has collected.
 
         Args:
             tensors: the tensors, by the patterns that match their names.

@@ -27,7 +27,7 @@ def enable(model: nn.Module) -> list[str]:
     supports (of Dbrx, JetMoe, Llama4, LongcatFlash and Step3p7) get a class of the same name, derived from their own,
     with another forward. This forward does the work of some submodules itself; while one of these has hooks or has been
     replaced, it calls transformers' forward instead. Transformers' classes do not change, nor do parameters, hooks, the
-    state dict, and models that do not share the configuration. The model can be copied, pickled and compiled as before.
+    state dict, or models that do not share the configuration. The model can be copied, pickled and compiled as before.
     If there is an error, nothing changes.
 
     Args:
@@ -86,7 +86,7 @@ def enable(model: nn.Module) -> list[str]:
 
 
 def disable(model: nn.Module) -> list[str]:
-    """Undo :func:`enable`: every module of ``model`` runs as it did before.
+    """Undo :func:`enable`: the modules of ``model`` that it changed run as they did before.
 
     Args:
         model: the model that was passed to ``enable``, or a part of it. Modules that ``enable`` did not change, or that
@@ -114,7 +114,7 @@ def disable(model: nn.Module) -> list[str]:
                 f"disable: expected {name or 'the module'} to have the class that enable gave it, got "
                 f"{type(module).__name__}, derived from it since; undo that first"
             )
-    # Modules share configurations, so ``behind`` was computed before any configuration is changed.
+    # Modules share configurations, so ``behind`` had to be computed before any configuration changes.
     for _, module, implementation in behind:
         interface.set_implementation(module, implementation)
     for _, module, mark in marked:
