@@ -61,7 +61,7 @@ maximum_signature_line_length = 100
 # All references must resolve, except references to other projects and to aliases in signatures.
 nitpicky = True
 OTHER_PROJECTS = (
-    r"(torch|nn|numpy|grpc|msgspec|prometheus_client|transformers|collections|concurrent|typing|pathlib|enum)\..*"
+    r"(torch|nn|numpy|grpc|msgspec|prometheus_client|ray|transformers|collections|concurrent|typing|pathlib|enum)\..*"
 )
 IN_SIGNATURES = r"(Tensor|Module|ProcessGroup|Metric|CollectorRegistry|SplitPolicy|Spec|WeightFormat|Prefetch)"
 nitpick_ignore_regex = [(r"py:.*", OTHER_PROJECTS), (r"py:class", IN_SIGNATURES)]

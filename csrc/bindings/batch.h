@@ -1,12 +1,13 @@
-// PyBatchFunction: runs a batch of requests. Rows are gathered into pooled memory, without the GIL if they are many;
-// the Python function is called on tensors over this memory; its output is copied and cut into views, one structure per
-// request.
+// PyBatchFunction: runs a batch of requests. Each argument's rows are gathered into one tensor, the Python function is
+// called on these tensors, and its output is copied and split into views, one structure of them per request.
 //
-// CPU rows use cpu::gather_batch directly, while GPU batches call the project's operator through Python: this module
-// includes no header of torch, so that one build serves every torch from 2.11 on and compiles in seconds. It can
-// allocate memory of the host and pass it to torch (DLPack). Memory of a GPU belongs to torch's caching allocator, and
-// work on it to torch's current stream; the operator handles both. For the same reason grad modes, profiler ranges,
-// torch.cat and torch.split are called through Python (torch_calls.h). These calls cost a few microseconds per batch.
+// CPU rows are gathered by cpu::gather_batch into pooled memory, without the GIL if there is much to copy, or into
+// page-locked memory with `pin_memory`. GPU rows are gathered by the project's operator, called through Python. The
+// reason is that this module includes no torch header, so that one build serves every torch from 2.11 on and compiles
+// in seconds. It can allocate host memory and pass it to torch (DLPack), but GPU memory must come from torch's caching
+// allocator, and GPU work must run on torch's current stream; the operator handles both. Grad modes, profiler ranges,
+// torch.cat and torch.split are called through Python for the same reason (torch_calls.h). These calls cost a few
+// microseconds per batch.
 #pragma once
 
 #include "bindings/gil.h"

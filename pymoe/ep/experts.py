@@ -342,7 +342,7 @@ class ShardedExperts(ExpertShards, Experts):
         Args:
             handles: the handles that ``dispatcher.start`` returned, for the rows of each chunk and for the weights.
             dispatcher: the dispatcher of the call.
-            meanwhile: as for :meth:`ExpertShards.apply_to_chunks`.
+            meanwhile: as for ``apply_to_chunks``.
 
         Returns:
             Handles of the results that are being sent back, one for each chunk.

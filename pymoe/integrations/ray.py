@@ -151,7 +151,7 @@ class ServedExperts:
     Raises:
         ImportError: ray is not installed.
         ValueError: there is no actor of one of the names.
-        RayActorError: an actor could not start its server, for instance because ``make`` raised.
+        ray.exceptions.RayActorError: an actor could not start its server, for instance because ``make`` raised.
         ServerLost, PermissionError, ProtocolError, TimeoutError: see :func:`pymoe.remote.connect`.
     """
 

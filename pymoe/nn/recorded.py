@@ -49,15 +49,15 @@ Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 def is_one_node(x: Tensor) -> bool:
     """Return whether a call with gradients, outside of transforms, may be one node.
 
-    The call must be on the CPU, without hooks of saved tensors and outside of ``torch.jit.trace``.
+    The call must be on the CPU, without saved-tensor hooks and outside of ``torch.jit.trace``.
 
-    Hooks of saved tensors, such as those of ``torch.utils.checkpoint``, receive the tensors that nodes save. A
-    checkpoint requires that the recomputation saves the same tensors as the forward, hence that both run the same
-    nodes. With one node this could fail: a run in which a part of the layer has a hook uses separate nodes, and the
-    hook may be removed between the forward and the recomputation.
+    Saved-tensor hooks, such as those of ``torch.utils.checkpoint``, receive the tensors that nodes save. A checkpoint
+    requires that the recomputation saves the same tensors as the forward, so both must run the same nodes. A layer does
+    not use the one node while one of its submodules has a module hook. If such a hook were removed between the forward
+    and the recomputation, the two would run different nodes, and the checkpoint would fail.
 
-    ``torch.jit.trace`` only follows the tensors among the arguments of a node. Everything else would become a constant:
-    here the logits, which are inside a tuple, and the load that is counted.
+    ``torch.jit.trace`` only follows the tensors that are direct arguments of a node. Everything else would become a
+    constant: here the logits, which are inside a tuple, and the load that is counted.
     """
     canaries.thread_states()
     traces = torch.jit.is_tracing()  # type: ignore[attr-defined]  # public, and documented, but not in an __all__

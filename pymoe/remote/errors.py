@@ -43,7 +43,7 @@ class AppliedError(RuntimeError):
 
 
 class RemoteExpertError(RuntimeError):
-    """Raised in place of an expert's exception of a type that is not in :data:`KNOWN`; the message names the type."""
+    """Raised in place of an expert's exception of a type that clients do not know; the message names the type."""
 
 
 _KINDS: tuple[type[Exception], ...] = (

@@ -367,7 +367,7 @@ class CoalescingPool(_RemotePool, TaskPool):
 
 
 class RemoteFuture(concurrent.futures.Future):
-    """The future of a request to a :class:`DirectPool`. ``cancel()`` also removes the request from the server's queue.
+    """The future of a request to a pool. ``cancel()`` also removes the request from the server's queue.
 
     The callbacks of a request run one after the other on a thread of :mod:`pymoe.runtime.timers`. They may block, and
     may wait for other requests; until they have ended, the request counts towards the pool's limit. The callbacks of a

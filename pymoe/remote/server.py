@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class ExpertServer:
-    """Serves experts to clients on other machines, which :func:`pymoe.remote.connect` to it.
+    """Serves experts to clients on other machines, which connect to it with :func:`pymoe.remote.connect`.
 
     ::
 

@@ -96,7 +96,7 @@ class ExpertClient(nn.Module):
         return self._attach(inputs, self._ask(self._forward_pool, _values(inputs)))
 
     def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Send the request and return a :class:`PendingCall`; its ``result()``, or ``await``, waits for the outputs.
+        """Send the request and return a ``PendingCall``; its ``result()``, or ``await``, waits for the outputs.
 
         This blocks while the pool is full. Do not change the tensors before the call has its result.
         """

@@ -56,8 +56,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (context.error) std::rethrow_exception(context.error);
 }
 
-// Calls body(i) for every i in [0, count). Threads take one i at a time, which suits few tasks of unequal cost. If
-// calls throw, the first exception is rethrown, as by parallel_for, and some i may be left out.
+// Calls body(i) for every i in [0, count). Threads take one i at a time, which suits a small number of tasks of
+// unequal cost. If calls throw, the first exception is rethrown, as by parallel_for, and some i may be left out.
 template <typename Body>
 void parallel_tasks(int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};

@@ -166,8 +166,8 @@ struct TileLoader {
     advance();
   }
 
-  // Writes the next tile to shared memory: the one that fetch() has read, or read here if it has no whole packs.
-  // `left`: as for fetch.
+  // Writes the next tile to shared memory. If packs are whole, fetch() has already read the tile into registers;
+  // otherwise, it is read here, element by element. `left`: as for fetch.
   PYMOE_DEVICE void store(T* tile, TileLayout layout, int64_t left) {
     T* to = tile + row * layout.row_step + depth * layout.depth_step;
     const int shared_step = row_step * layout.row_step + depth_step * layout.depth_step;

@@ -1,7 +1,7 @@
-"""Forwards on pymoe's operators for experts outside of transformers' interface.
+"""Forward functions that run on pymoe's operators, for experts that do not use transformers' experts interface.
 
-Each replaces the forward of the class that :data:`FORWARDS` names, with the same arguments and results; the module
-keeps its parameters and its router.
+Each replaces the forward of the class under whose name it is in :data:`FORWARDS`, with the same arguments and results;
+the module keeps its parameters and its router.
 """
 
 from __future__ import annotations

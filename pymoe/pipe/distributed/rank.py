@@ -252,7 +252,7 @@ class SharedSource(random_streams.RandomSource):
 
 
 class RankStep(Step):
-    """Runs the forwards and backwards of one rank's stages for one mini-batch, in the order of the calls."""
+    """Runs the forwards and backwards of one rank's stages for one mini-batch, each when the schedule calls for it."""
 
     def __init__(
         self, planned: _Planned, transport: Transport, number: int, count: int, graphs: bool, recomputed: range

@@ -126,7 +126,8 @@ class InlinePolicy:
 
     def __init__(self) -> None:
         self._needs_threads = False
-        self._inline_s = math.inf  # duration of the last inline run in seconds; infinite before the first
+        # duration of the last inline run in seconds, doubled by every run on threads since; infinite before the first
+        self._inline_s = math.inf
 
     @property
     def uses_threads(self) -> bool:
