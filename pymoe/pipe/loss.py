@@ -21,8 +21,10 @@ from torch.nn import functional as F
 
 from pymoe._errors import add_note
 from pymoe._torch_private import pytree
+from pymoe.autograd.graph_nodes import find_leaves_and_nodes
 from pymoe.pipe.context import is_recomputing, micro_batch, with_auxiliary_losses
 from pymoe.pipe.loss_graph import LossReading, Words, check_mean_over_rows, has_no_value, read_loss
+from pymoe.pipe.loss_rows import kind_of
 from pymoe.pipe.python_values import held_by
 from pymoe.pipe.stages import INPUT, MicroBatches, Pipeline, Source, Stage
 
@@ -105,8 +107,13 @@ def with_reading(pipeline: Pipeline, own: int) -> Pipeline:
         return [*made, read_loss(loss, None) if is_loss else None]
 
     reads = replace(stage, function=function, outputs=stage.outputs + 1)
-    stages = (*pipeline.stages[:maker], reads, *pipeline.stages[maker + 1 :])
-    return replace(pipeline, stages=stages, outputs=(*pipeline.outputs, Source(maker, stage.outputs)))
+    read = _with_stage(pipeline, maker, reads)
+    return replace(read, outputs=(*pipeline.outputs, Source(maker, stage.outputs)))
+
+
+def _with_stage(pipeline: Pipeline, number: int, stage: Stage) -> Pipeline:
+    """Return the pipeline with another stage in place of stage ``number``."""
+    return replace(pipeline, stages=(*pipeline.stages[:number], stage, *pipeline.stages[number + 1 :]))
 
 
 def _is_running(micro_batches: frozenset[int]) -> bool:
@@ -128,8 +135,7 @@ def _with_gradients_of_0(pipeline: Pipeline, own: int, uncounted: frozenset[int]
             _stop_gradients(made[number])
         return made
 
-    stages = (*pipeline.stages[:maker], replace(stage, function=function), *pipeline.stages[maker + 1 :])
-    return replace(pipeline, stages=stages)
+    return _with_stage(pipeline, maker, replace(stage, function=function))
 
 
 def _stop_gradients(loss: torch.Tensor) -> None:
@@ -138,29 +144,13 @@ def _stop_gradients(loss: torch.Tensor) -> None:
     Autograd Functions may add gradients of their own, as those of injected losses do (:func:`pymoe.nn.inject_loss`), so
     gradients that have come through them are left as they are.
     """
-    nodes = _reached([loss.grad_fn], _is_torchs)
-    kept = _reached([node for node in nodes if not _is_torchs(node)], lambda _: True)
-    for node in nodes - kept:
-        if node.next_functions:  # not at the leaves
+    if loss.grad_fn is None:
+        return
+    _, nodes = find_leaves_and_nodes([loss.grad_fn], None)
+    _, kept = find_leaves_and_nodes([node for node in nodes if node is not None and kind_of(node) is None], None)
+    for node in nodes:
+        if node is not None and node not in kept:
             node.register_hook(_zeros)
-
-
-def _is_torchs(node: Any) -> bool:
-    """Return whether a node was made by a torch operator (``DivBackward0``) rather than by an autograd Function."""
-    return type(node).__name__[-1].isdigit()
-
-
-def _reached(nodes: Sequence[Any], is_followed: Callable[[Any], bool]) -> set[Any]:
-    """Return ``nodes`` and all nodes that can be reached from them through nodes for which ``is_followed`` is true."""
-    found: set[Any] = set()
-    todo = [*nodes]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            if is_followed(node):
-                todo += [after for after, _ in node.next_functions]
-    return found
 
 
 def _zeros(grads: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
