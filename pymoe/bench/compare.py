@@ -47,8 +47,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[Change], lis
     changes = [change(name, before[name], after[name]) for name in after if name in before]
     usable = [one for one in changes if one is not None]
     only = [name for name in (*before, *after) if (name in before) != (name in after)]
+    timed = {one.name for one in usable}
     for name in after:
-        if name in before and name not in {one.name for one in usable}:
+        if name in before and name not in timed:
             failed = before[name]["native"] and after[name]["correctness"]["verdict"] == "ERROR"
             only.append(f"{name} (now ERROR)" if failed else name)
     return usable, only
