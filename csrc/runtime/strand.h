@@ -330,15 +330,13 @@ class Strand : public Job, public std::enable_shared_from_this<Strand<Sync>> {
     lock.unlock();
     carry_out(made);
     // All requests end before any callback runs, because a callback may wait for any of them, or for the stop.
-    std::vector<typename Completion<Sync>::Callbacks> callbacks;
-    callbacks.reserve(ended.size());
+    Ended called;  // without the requests, which `ended` has
+    called.callbacks.reserve(ended.size());
     pool->function_->deliver([&, &ended = ended] {
-      for (const auto& [request, error] : ended) callbacks.push_back(request->end(error));
+      for (const auto& [request, error] : ended) called.callbacks.push_back(request->end(error));
     });
     finished(static_cast<int64_t>(ended.size()));
-    for (const auto& of_request : callbacks) {
-      for (const auto& callback : of_request) callback();
-    }
+    called.call();
     for (const Outcome& outcome : outcomes) {
       if (outcome.put_back) throw Interrupted();
     }
