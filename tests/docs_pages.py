@@ -53,6 +53,12 @@ def printed_outputs(text: str) -> list[tuple[Block, Block]]:
     ]
 
 
+def agrees(expected: str, printed: str) -> bool:
+    """Return whether a program printed the ``expected`` output, in which ``...`` stands for any text."""
+    pattern = ".*".join(re.escape(part) for part in expected.split("..."))
+    return re.fullmatch(pattern, printed, re.DOTALL) is not None
+
+
 def prose(text: str) -> str:
     """Return the page's text without its fenced blocks."""
     lines = text.splitlines()

@@ -18,7 +18,6 @@ import contextlib
 import io
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -27,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from check import ROOT, has_tools, run
+
 FOLDER = ROOT / "build" / "aarch64"
 EMULATED = FOLDER / "bin" / "python"
 MODULES = FOLDER / "modules"
@@ -238,9 +238,11 @@ def compare(path: str) -> int:
 
 def run_blocks() -> Iterator[str]:
     """Run the blocks that need torch alone; print their output, and yield what differs from that of the page."""
+    from docs_pages import agrees, printed_outputs
+
     for page in ("README.md", "docs/start/quickstart.md"):
-        text = (ROOT / page).read_text()
-        for source, output in re.findall(r"```python\n(.*?)```\n+```output\n(.*?)```", text, re.DOTALL):
+        for block, output in printed_outputs((ROOT / page).read_text()):
+            source = block.text
             if "import torch\n" not in source or "transformers" in source or ("MoE(" in source and page != "README.md"):
                 continue
             printed = io.StringIO()
@@ -249,21 +251,14 @@ def run_blocks() -> Iterator[str]:
                     exec(source, {"__name__": "block"})
             except Exception as error:
                 printed.write(f"{type(error).__name__}: {error}")
-            same = re.fullmatch(re.escape(output.strip()).replace(r"\.\.\.", ".*"), printed.getvalue().strip())
-            print(f"{page}: {printed.getvalue().strip()}", flush=True)
-            if not same:
-                yield f"{page}: expected {output.strip()!r}, got {printed.getvalue().strip()!r}"
-
-
-def run(*command: str | Path, **environment: str) -> None:
-    print("$ " + " ".join(map(str, command)), flush=True)
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
+            print(f"{page}: {printed.getvalue()}", end="", flush=True)
+            if not agrees(output.text, printed.getvalue()):
+                yield f"{page}: expected {output.text!r}, got {printed.getvalue()!r}"
 
 
 def make_environment() -> str:
     """Make what is missing in FOLDER; return why that cannot be done, or ""."""
-    packages = ["bash", "tests/system_packages.sh", "aarch64"]
-    if subprocess.run(packages, cwd=ROOT, env={"INSTALL_SYSTEM_PACKAGES": "1", **os.environ}).returncode != 0:
+    if not has_tools():
         return "no compiler or no emulator for aarch64"
     made = FOLDER / ".packages"
     inputs = [ROOT / "tests" / "aarch64" / "python.sh", *ROOT.glob("requirements-*.txt")]
@@ -295,7 +290,7 @@ def main() -> int:
     calls = FOLDER / "calls.pt"
     run(sys.executable, __file__, "draw", calls, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     # Threads that wait must sleep: in the emulator they would spin for long.
-    run(EMULATED, __file__, "compare", calls, PYTHONPATH=str(MODULES), OMP_WAIT_POLICY="passive")
+    run(EMULATED, __file__, "compare", calls, PYTHONPATH=f"{MODULES}:{ROOT / 'tests'}", OMP_WAIT_POLICY="passive")
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from docs_pages import PAGES, ROOT, Block, blocks, name, printed_outputs
+from docs_pages import PAGES, ROOT, Block, agrees, blocks, name, printed_outputs
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text()))]
 MOST_NOT_RUN = 8
@@ -50,8 +50,7 @@ def differences(page: Path, said: str) -> str:
     found = []
     for number, (_, output) in enumerate(printed_outputs(page.read_text())):
         printed = parts[2 * number + 1]
-        expected = ".*".join(re.escape(part) for part in output.text.split("..."))
-        if not re.fullmatch(expected, printed, re.DOTALL):
+        if not agrees(output.text, printed):
             found.append(f"{name(page)}:{output.line}: expected\n{output.text}got\n{printed}")
     return "\n".join(found)
 
